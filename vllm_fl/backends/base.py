@@ -1,0 +1,97 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Backend: what a set of implementations has in common."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any, ClassVar, TypeVar
+
+from ..dispatch.types import Accepted, BackendImplKind, BackendPriority, OpImpl, Rejected
+
+__all__ = ["Backend"]
+
+F = TypeVar("F", bound=Callable[..., Any])
+
+_PRIORITY = {
+    BackendImplKind.DEFAULT: BackendPriority.DEFAULT,
+    BackendImplKind.VENDOR: BackendPriority.VENDOR,
+    BackendImplKind.REFERENCE: BackendPriority.REFERENCE,
+}
+
+
+class Backend:
+    """Subclass it, set the class attributes, and mark each function with `implements`.
+
+    The dispatcher asks, in this order and each only if the one before agreed:
+    `device_types`, `requires`, `is_available()`; then, when one of its ops is first bound,
+    `load()`.
+
+    Attributes:
+        impl_id: the id its implementations carry, e.g. "vendor.acme".
+        kind: DEFAULT, VENDOR or REFERENCE.
+        vendor: the vendor's name for kind VENDOR.
+        device_types: PyTorch device types it runs on; None for any.
+        requires: top-level modules that must be installed; looked up, never imported.
+        priority: of its implementations; None takes the kind's.
+    """
+
+    impl_id: ClassVar[str]
+    kind: ClassVar[BackendImplKind] = BackendImplKind.VENDOR
+    vendor: ClassVar[str | None] = None
+    device_types: ClassVar[tuple[str, ...] | None] = None
+    requires: ClassVar[tuple[str, ...]] = ()
+    priority: ClassVar[int | None] = None
+
+    def __init__(self) -> None:
+        self._implementations: list[OpImpl] = []
+
+    def is_available(self) -> bool | str | Accepted | Rejected:
+        """Whether it can run in this process. True, or False, or the reason why not.
+
+        Must be cheap: it imports no kernel library and touches no device.
+        """
+        return True
+
+    def load(self) -> None:
+        """Import the kernels. Called once, before one of its ops is first bound; an
+        exception makes the backend unavailable, with the exception as the reason."""
+
+    def implements(
+        self,
+        op_name: str | None = None,
+        *,
+        supports_layer: Callable[[Mapping[str, Any]], Any] | None = None,
+        supports: Callable[..., Any] | None = None,
+        mutates: tuple[str, ...] = (),
+        batch_invariant: bool = False,
+    ) -> Callable[[F], F]:
+        """Mark a function as this backend's implementation of the op of the same name.
+
+        Args: as those of OpImpl; `op_name` only where the function is called otherwise.
+        """
+
+        def mark(fn: F) -> F:
+            priority = _PRIORITY[self.kind] if self.priority is None else self.priority
+            self._implementations.append(
+                OpImpl(
+                    op_name=op_name or fn.__name__,
+                    impl_id=self.impl_id,
+                    kind=self.kind,
+                    fn=fn,
+                    vendor=self.vendor,
+                    priority=priority,
+                    available=self.is_available,
+                    supports_layer=supports_layer,
+                    supports=supports,
+                    mutates=mutates,
+                    batch_invariant=batch_invariant,
+                )
+            )
+            return fn
+
+        return mark
+
+    @property
+    def implementations(self) -> tuple[OpImpl, ...]:
+        """What was marked so far, ready for `registry.register_many`."""
+        return tuple(self._implementations)

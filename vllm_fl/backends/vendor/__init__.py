@@ -1,0 +1,2 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Vendors: one folder each, all of the same shape."""

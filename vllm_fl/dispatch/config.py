@@ -1,0 +1,483 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The only reader of VLLM_FL_* variables and of the YAML file. Every value knows its source.
+
+Sources merge key by key, the first that speaks wins: environment, then vLLM's
+``--additional-config '{"vllm_fl": {...}}'``, then the file named by VLLM_FL_CONFIG, then the
+device's shipped policy, then the default. ``op_backends`` merges op by op; deny lists unite.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from .errors import ConfigError, did_you_mean
+from .policy import SelectionPolicy, check_token, token_matches
+from .registry import OpRegistrySnapshot
+from .types import BackendImplKind
+
+__all__ = [
+    "ADDITIONAL_CONFIG",
+    "PREFIX",
+    "SETTINGS",
+    "Config",
+    "Setting",
+    "check_names",
+    "load_config",
+    "variable_names",
+]
+
+PREFIX = "VLLM_FL_"
+ADDITIONAL_CONFIG = "--additional-config vllm_fl"
+KINDS = tuple(kind.value for kind in BackendImplKind)
+LOG_LEVELS = ("DEBUG", "INFO", "WARNING", "ERROR", "CRITICAL")
+_TRUE, _FALSE = ("1", "true", "yes", "on"), ("0", "false", "no", "off")
+
+
+@dataclass(frozen=True, slots=True)
+class Setting:
+    """One row of the configuration table.
+
+    Attributes:
+        name: the key in YAML and in Config.sources.
+        form: what a value looks like, for people.
+        summary: what it does.
+        from_text: reads the environment variable's text.
+        from_data: checks a YAML or JSON value; None where only the variable exists.
+        default: shown in the table.
+        variable: the environment variable.
+    """
+
+    name: str
+    form: str
+    summary: str
+    from_text: Callable[[str], Any]
+    from_data: Callable[[Any], Any] | None = None
+    default: str = ""
+    variable: str = ""
+
+
+def _bool_text(text: str) -> bool:
+    folded = text.strip().lower()
+    if folded in _TRUE:
+        return True
+    if folded in _FALSE:
+        return False
+    raise ConfigError(f'"{text}" is not a yes or no; valid: {", ".join((*_TRUE, *_FALSE))}')
+
+
+def _bool_data(value: Any) -> bool:
+    if isinstance(value, bool):
+        return value
+    raise ConfigError(f"must be true or false, found {_typed(value)}")
+
+
+def _kind(value: Any) -> str:
+    if value in KINDS:
+        return str(value)
+    raise ConfigError(
+        f'unknown kind "{value}"; valid: {", ".join(KINDS)}.{did_you_mean(str(value), KINDS)}'
+    )
+
+
+def _level(text: str) -> str:
+    if text.upper() in LOG_LEVELS:
+        return text.upper()
+    raise ConfigError(
+        f'unknown level "{text}"; valid: {", ".join(LOG_LEVELS)}.'
+        f"{did_you_mean(text.upper(), LOG_LEVELS)}"
+    )
+
+
+def _names_text(text: str) -> tuple[str, ...]:
+    return tuple(name for name in (part.strip() for part in text.split(",")) if name)
+
+
+def _names_data(value: Any) -> tuple[str, ...]:
+    if isinstance(value, (list, tuple)) and all(isinstance(name, str) for name in value):
+        return tuple(value)
+    raise ConfigError(f"must be a list of names, found {_typed(value)}")
+
+
+def _orders_text(text: str) -> dict[str, tuple[str, ...]]:
+    orders: dict[str, tuple[str, ...]] = {}
+    for entry in filter(None, (part.strip() for part in text.split(";"))):
+        op_name, separator, tokens = entry.partition("=")
+        op_name = op_name.strip()
+        if not separator or not op_name or not tokens.strip():
+            raise ConfigError(
+                f'cannot read the entry "{entry}"; expected op=token|token, entries separated '
+                'by ";", for example rms_norm=vendor:cpu|reference;silu_and_mul=native'
+            )
+        if op_name in orders:
+            raise ConfigError(f'the op "{op_name}" is given twice')
+        orders[op_name] = _tokens(tokens)
+    return orders
+
+
+def _orders_data(value: Any) -> dict[str, tuple[str, ...]]:
+    if not isinstance(value, Mapping):
+        raise ConfigError(f"must map op names to lists of order tokens, found {_typed(value)}")
+    return {str(op): _tokens(tokens) for op, tokens in value.items()}
+
+
+def _tokens(value: Any) -> tuple[str, ...]:
+    if isinstance(value, str):
+        value = [part.strip() for part in value.split("|")]
+    if not isinstance(value, (list, tuple)) or not value:
+        raise ConfigError(f"must be a list of order tokens, found {_typed(value)}")
+    for token in value:
+        if not isinstance(token, str):
+            raise ConfigError(f"must be a list of order tokens, found {_typed(token)} in it")
+        check_token(token)
+    return tuple(value)
+
+
+def _typed(value: Any) -> str:
+    return f"{value!r} of type {type(value).__name__}"
+
+
+def _row(
+    variable: str,
+    name: str,
+    form: str,
+    summary: str,
+    from_text: Callable[[str], Any],
+    from_data: Callable[[Any], Any] | None = None,
+    default: str = "",
+) -> Setting:
+    return Setting(name, form, summary, from_text, from_data, default, PREFIX + variable)
+
+
+SETTINGS: tuple[Setting, ...] = (
+    _row("ENABLED", "enabled", "0 or 1", "0: nothing is patched or replaced.", _bool_text,
+         default="1"),
+    _row("CONFIG", "config", "path", "A YAML file with the keys of this table.", str),
+    _row("PREFER", "prefer", "flagos, vendor or reference",
+         "This kind first, the others after it.", _kind, _kind),
+    _row("STRICT", "strict", "0 or 1",
+         "Plugin errors raise; a guard's rejection of the first choice is an error; per-op "
+         "orders are closed.", _bool_text, _bool_data, "0"),
+    _row("PER_OP", "op_backends", "op=token|token;op2=token",
+         "The order for an op. Tokens: flagos, vendor, vendor:<name>, reference, "
+         "impl:<impl_id>, native. In YAML: op: [token, token].", _orders_text, _orders_data),
+    _row("ALLOW_VENDORS", "allow_vendors", "name,name", "Only these vendors.",
+         _names_text, _names_data),
+    _row("DENY_VENDORS", "deny_vendors", "name,name", "Not these vendors.",
+         _names_text, _names_data),
+    _row("PLUGIN_MODULES", "plugin_modules", "module,module",
+         "Modules with a register_builtins(registry) to load as plugins.", _names_text),
+    _row("LOG_LEVEL", "log_level", ", ".join(LOG_LEVELS),
+         "Level of the vllm_fl logger (stderr).", _level, default="INFO"),
+    _row("OOT_WHITELIST", "oot_whitelist", "op,op", "Serve only these vLLM layers.",
+         _names_text),
+    _row("OOT_BLACKLIST", "oot_blacklist", "op,op", "Leave these vLLM layers native.",
+         _names_text, _names_data),
+    _row("FLAGOS_WHITELIST", "flagos_whitelist", "op,op", "FlagGems for these ops only.",
+         _names_text),
+    _row("FLAGOS_BLACKLIST", "flagos_blacklist", "op,op", "No FlagGems for these ops.",
+         _names_text, _names_data),
+    _row("PLATFORM", "platform", "a vendor's name",
+         "Take the device to be this vendor's instead of detecting it.", str),
+)  # fmt: skip
+
+_BY_VARIABLE = {setting.variable: setting for setting in SETTINGS}
+_BY_KEY = {setting.name: setting for setting in SETTINGS if setting.from_data is not None}
+_UNITED = ("deny_vendors", "oot_blacklist", "flagos_blacklist")
+_EXCLUSIVE = (("oot_whitelist", "oot_blacklist"), ("flagos_whitelist", "flagos_blacklist"))
+
+
+def variable_names() -> tuple[str, ...]:
+    """Every environment variable of vllm_fl, for vLLM's own validation of names."""
+    return tuple(_BY_VARIABLE)
+
+
+@dataclass(frozen=True, slots=True)
+class Config:
+    """The effective configuration of a process.
+
+    Attributes:
+        values: setting name to value; settings that nobody gave are absent.
+        sources: setting name, or "per_op_order.<op>", to where the value came from.
+        policy: the selection policy that follows from them.
+    """
+
+    values: Mapping[str, Any] = field(default_factory=dict)
+    sources: Mapping[str, str] = field(default_factory=dict)
+    policy: SelectionPolicy = field(default_factory=SelectionPolicy)
+
+    @property
+    def enabled(self) -> bool:
+        """False: vllm_fl does nothing."""
+        return bool(self.values.get("enabled", True))
+
+    @property
+    def log_level(self) -> str:
+        """Level of the vllm_fl logger."""
+        return str(self.values.get("log_level", "INFO"))
+
+    @property
+    def platform(self) -> str | None:
+        """The vendor that the device is taken to be; None: detect it."""
+        return self.values.get("platform")
+
+    @property
+    def plugin_modules(self) -> tuple[str, ...]:
+        """Modules to load as plugins."""
+        return tuple(self.values.get("plugin_modules", ()))
+
+    def serves_layer(self, op_name: str) -> bool:
+        """Whether the OOT lists let vllm_fl serve the layer of this op."""
+        whitelist = self.values.get("oot_whitelist")
+        if whitelist is not None:
+            return op_name in whitelist
+        return op_name not in self.values.get("oot_blacklist", ())
+
+    def to_dict(self) -> dict[str, Any]:
+        """Setting to value and source, defaults included, JSON-ready."""
+        shown: dict[str, Any] = {}
+        for setting in SETTINGS:
+            value = self.values.get(setting.name, setting.default or None)
+            source = self.sources.get(setting.name, "default")
+            if setting.name == "op_backends":
+                value = {op: list(tokens) for op, tokens in (value or {}).items()}
+                source = {
+                    op: self.sources.get(f"per_op_order.{op}", "default") for op in value
+                } or "default"
+            elif isinstance(value, (tuple, frozenset)):
+                value = sorted(value)
+            shown[setting.name] = {"value": value, "source": source}
+        return shown
+
+    def check_against(self, snapshot: OpRegistrySnapshot, notes: Sequence[str] = ()) -> None:
+        """Refuse names of ops, vendors and implementations that nobody knows.
+
+        Args:
+            snapshot: the registry after discovery.
+            notes: sentences to append, e.g. that a plugin failed to load.
+        """
+        ops = {*snapshot.declarations, *snapshot.impls_by_op}
+        registered = {i.vendor for impls in snapshot.impls_by_op.values() for i in impls}
+        vendors = {*snapshot.vendors, *(v for v in registered if v)}
+        more = "".join(f" {note}" for note in notes)
+        for op_name, tokens in self.policy.per_op_order:
+            source = self.sources.get(f"per_op_order.{op_name}", "the policy")
+            check_names([op_name], ops, what="op", source=source, more=more)
+            for token in tokens:
+                head, _, tail = token.partition(":")
+                if head == "vendor" and tail:
+                    check_names([tail], vendors, what="vendor", source=source, more=more)
+                if head == "impl":
+                    impls = snapshot.impls_by_op.get(op_name, ())
+                    if not any(token_matches(token, impl) for impl in impls):
+                        check_names(
+                            [tail],
+                            [impl.impl_id for impl in impls],
+                            what=f"implementation of {op_name}",
+                            source=source,
+                            more=more,
+                        )
+        for name, valid, what in (
+            ("allow_vendors", vendors, "vendor"),
+            ("deny_vendors", vendors, "vendor"),
+            ("flagos_whitelist", ops, "op"),
+            ("flagos_blacklist", ops, "op"),
+        ):
+            names = getattr(self.policy, name)
+            source = self.sources.get(name, "the policy")
+            check_names(names or (), valid, what=what, source=source, more=more)
+
+
+def check_names(
+    names: Iterable[str], valid: Iterable[str], *, what: str, source: str, more: str = ""
+) -> None:
+    """Raise ConfigError for the first name that is not valid, with the valid ones."""
+    known = sorted(valid)
+    for name in names:
+        if name not in known:
+            raise ConfigError(
+                f'{source}: unknown {what} "{name}"; valid: {", ".join(known) or "none"}.'
+                f"{did_you_mean(name, known)}{more}"
+            )
+
+
+@dataclass(frozen=True, slots=True)
+class _Given:
+    """What one source said: values by setting name, and the place of each."""
+
+    values: dict[str, Any]
+    places: dict[str, str]
+
+
+def load_config(
+    environ: Mapping[str, str] | None = None,
+    additional: Mapping[str, Any] | None = None,
+    shipped: Path | None = None,
+) -> Config:
+    """Read, check and merge every source.
+
+    Args:
+        environ: the environment; None reads os.environ.
+        additional: the "vllm_fl" entry of vLLM's additional_config.
+        shipped: the device's shipped policy file.
+
+    Raises:
+        ConfigError: naming the variable, or file and line, the value and the valid ones.
+    """
+    from_environ = _from_environ(os.environ if environ is None else environ)
+    if not from_environ.values.get("enabled", True):
+        return Config(from_environ.values, from_environ.places)
+    given = [from_environ]
+    if additional is not None:
+        given.append(_from_additional(additional))
+    path = from_environ.values.get("config")
+    if path:
+        given.append(_from_file(Path(path), f"{PREFIX}CONFIG={path}"))
+    if shipped is not None:
+        given.append(_from_file(shipped, "shipped policy"))
+    return _merge(given)
+
+
+def _from_environ(environ: Mapping[str, str]) -> _Given:
+    values: dict[str, Any] = {}
+    places: dict[str, str] = {}
+    for variable in sorted(name for name in environ if name.startswith(PREFIX)):
+        setting = _BY_VARIABLE.get(variable)
+        if setting is None:
+            raise ConfigError(
+                f'environment variable {variable}="{environ[variable]}" is not a setting of '
+                f"vllm_fl; valid: {', '.join(_BY_VARIABLE)}.{did_you_mean(variable, _BY_VARIABLE)}"
+            )
+        text = environ[variable]
+        if not text.strip():
+            continue  # VLLM_FL_X= is how a shell says "not set"
+        try:
+            values[setting.name] = setting.from_text(text)
+        except ConfigError as error:
+            raise ConfigError(f'environment variable {variable}="{text}": {error}') from None
+        places[setting.name] = f"environment variable {variable}"
+    return _Given(values, places)
+
+
+def _from_additional(data: Any) -> _Given:
+    if not isinstance(data, Mapping):
+        raise ConfigError(f"{ADDITIONAL_CONFIG}: must be a mapping, found {_typed(data)}")
+    places = {str(key): f"{ADDITIONAL_CONFIG}.{key}" for key in data}
+    return _check_keys({str(k): v for k, v in data.items()}, places, {})
+
+
+def _from_file(path: Path, who: str) -> _Given:
+    import yaml
+
+    try:
+        text = path.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        reason = getattr(error, "strerror", None) or str(error)
+        raise ConfigError(
+            f"{who}: cannot read the file ({reason}); expected a YAML file with the keys "
+            f"{', '.join(_BY_KEY)}"
+        ) from None
+    try:
+        root = yaml.compose(text, Loader=yaml.SafeLoader)
+        loader = yaml.SafeLoader("")
+        if root is None:
+            return _Given({}, {})
+        if not isinstance(root, yaml.MappingNode):
+            raise ConfigError(
+                f"{path}:1: expected a mapping with the keys {', '.join(_BY_KEY)}, "
+                f"found {_typed(loader.construct_object(root, deep=True))}"
+            )
+        values, places, inner = {}, {}, {}
+        for key_node, value_node in root.value:
+            key = str(loader.construct_object(key_node, deep=True))
+            place = f"{path}:{key_node.start_mark.line + 1}"
+            if key in values:
+                raise ConfigError(f'{place}: the key "{key}" is given twice')
+            values[key] = loader.construct_object(value_node, deep=True)
+            places[key] = place
+            if isinstance(value_node, yaml.MappingNode):
+                for inner_node, _ in value_node.value:
+                    name = str(loader.construct_object(inner_node, deep=True))
+                    where = f"{path}:{inner_node.start_mark.line + 1}"
+                    if (key, name) in inner:
+                        raise ConfigError(f'{where}: "{name}" is given twice in {key}')
+                    inner[key, name] = where
+    except yaml.YAMLError as error:
+        mark = getattr(error, "problem_mark", None)
+        line = f":{mark.line + 1}" if mark is not None else ""
+        problem = getattr(error, "problem", None) or str(error)
+        raise ConfigError(f"{path}{line}: not valid YAML ({problem})") from None
+    return _check_keys(values, places, inner)
+
+
+def _check_keys(
+    data: dict[str, Any], places: dict[str, str], inner: Mapping[tuple[str, str], str]
+) -> _Given:
+    values: dict[str, Any] = {}
+    kept: dict[str, str] = {}
+    for key, value in data.items():
+        place = places[key]
+        setting = _BY_KEY.get(key)
+        if setting is None or setting.from_data is None:
+            raise ConfigError(
+                f'{place}: unknown key "{key}"; valid: {", ".join(_BY_KEY)}.'
+                f"{did_you_mean(key, _BY_KEY)}"
+            )
+        if key == "op_backends" and isinstance(value, Mapping):
+            values[key] = {}
+            for op_name, tokens in value.items():
+                where = inner.get((key, str(op_name)), place)
+                try:
+                    values[key][str(op_name)] = _tokens(tokens)
+                except ConfigError as error:
+                    raise ConfigError(f"{where}: {key}.{op_name}: {error}") from None
+                kept[f"per_op_order.{op_name}"] = where
+            continue
+        try:
+            values[key] = setting.from_data(value)
+        except ConfigError as error:
+            raise ConfigError(f"{place}: {key}: {error}") from None
+        kept[key] = place
+    return _Given(values, kept)
+
+
+def _merge(given: Sequence[_Given]) -> Config:
+    values: dict[str, Any] = {}
+    sources: dict[str, str] = {}
+    for source in given:
+        for name, value in source.values.items():
+            if name == "op_backends":
+                orders = values.setdefault(name, {})
+                for op_name, tokens in value.items():
+                    if op_name not in orders:
+                        orders[op_name] = tokens
+                        place = source.places.get(f"per_op_order.{op_name}")
+                        sources[f"per_op_order.{op_name}"] = place or source.places[name]
+            elif name in _UNITED:
+                values[name] = tuple(dict.fromkeys((*values.get(name, ()), *value)))
+                before = sources.get(name)
+                place = source.places[name]
+                sources[name] = f"{before} and {place}" if before else place
+            elif name not in values:
+                values[name] = value
+                sources[name] = source.places[name]
+    for white, black in _EXCLUSIVE:
+        if white in values and black in values:
+            raise ConfigError(
+                f"{sources[white]} and {sources[black]} exclude each other: "
+                f"{white} = {','.join(values[white])}, {black} = {','.join(values[black])}; "
+                "keep one of them"
+            )
+    policy = SelectionPolicy(
+        prefer=values.get("prefer"),
+        strict=values.get("strict", False),
+        per_op_order=values.get("op_backends", {}),
+        allow_vendors=values.get("allow_vendors"),
+        deny_vendors=values.get("deny_vendors", ()),
+        flagos_whitelist=values.get("flagos_whitelist"),
+        flagos_blacklist=values.get("flagos_blacklist", ()),
+    )
+    return Config(values, sources, policy)

@@ -1,0 +1,558 @@
+# SPDX-License-Identifier: Apache-2.0
+"""OpManager: discover, decide, bind, call, explain, freeze, and survive a fork."""
+
+from __future__ import annotations
+
+import importlib
+import os
+import threading
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+from typing import Any
+
+from .. import __version__
+from .binding import Binding, annotate, compose
+from .builtin_ops import DEVICE_PROBE
+from .config import Config, load_config
+from .decision import Call, Decision, Loser, decide, order_candidates
+from .discovery import PluginRecord, discover
+from .errors import (
+    DispatchFrozen,
+    GuardRejected,
+    NoImplementationError,
+    UnknownOpError,
+    did_you_mean,
+)
+from .fingerprint import fingerprint
+from .fork import reset_in_child
+from .log import configure_logging, logger
+from .policy import SelectionPolicy, active_policy
+from .registry import OpRegistry, OpRegistrySnapshot
+from .types import BackendLike, DeviceFacts, OpImpl, OpSignature, Rejected, Verdict
+
+__all__ = [
+    "OpManager",
+    "call_op",
+    "explain_op",
+    "get_default_manager",
+    "reset_default_manager",
+    "resolve_op",
+]
+
+_Table = dict[str, Binding]
+
+
+class OpManager:
+    """Chooses implementations and hands out plain callables.
+
+    Args:
+        registry: where implementations live; None makes a new one.
+        config: the configuration; None reads environment and files at first use.
+        device: the device to decide for; None detects it at first use.
+    """
+
+    def __init__(
+        self,
+        registry: OpRegistry | None = None,
+        *,
+        config: Config | None = None,
+        device: DeviceFacts | None = None,
+    ) -> None:
+        self._registry = OpRegistry() if registry is None else registry
+        self._config = config
+        self._given_device = device
+        self._plugins: tuple[PluginRecord, ...] = ()
+        self._start_over()
+        self._registry.on_change(self._invalidate)
+        self._registry.before_removal(self._before_removal)
+        reset_in_child(self)
+
+    def _start_over(self) -> None:
+        """Everything that is not configuration or registry, as in a new process."""
+        self._lock = threading.RLock()
+        self._pid = os.getpid()
+        self._ready = False
+        self._initializing = False
+        self._device: DeviceFacts | None = self._given_device
+        self._availability: dict[int, tuple[OpImpl, Verdict]] = {}
+        self._loaded: dict[int, tuple[BackendLike, Rejected | None]] = {}
+        self._bound: dict[str, set[str]] = {}
+        self._frozen: OpRegistrySnapshot | None = None
+        self._checked_policies: set[SelectionPolicy] = set()
+        self._invalidate()
+
+    def _invalidate(self) -> None:
+        # No lock: the registry calls this under its own. A resolve in progress took the old
+        # table before it read the registry, so what it stores there is never looked at.
+        self._table: _Table = {}
+        self._scoped: dict[SelectionPolicy, _Table] = {}
+
+    def _after_fork_in_child(self) -> None:
+        was_ready = self._ready
+        self._start_over()
+        if was_ready or self._plugins:
+            self._plugins = ()
+            self._registry.drop_discovered()
+
+    # ------------------------------------------------------------------ what is known
+
+    @property
+    def registry(self) -> OpRegistry:
+        """The registry. Registering into it needs no ceremony; the next resolve sees it."""
+        return self._registry
+
+    @property
+    def config(self) -> Config:
+        """The effective configuration."""
+        if self._config is None:
+            with self._lock:
+                if self._config is None:
+                    self._config = load_config()
+        return self._config
+
+    @property
+    def base_policy(self) -> SelectionPolicy:
+        """The policy outside of any policy context."""
+        return self.config.policy
+
+    @property
+    def device(self) -> DeviceFacts:
+        """The device that decisions are made for."""
+        if self._device is None:
+            module, _, name = DEVICE_PROBE.partition(":")
+            self._device = getattr(importlib.import_module(module), name)(self.config.platform)
+        return self._device
+
+    def get_discovered_plugins(self) -> tuple[PluginRecord, ...]:
+        """What discovery ran, with versions, durations and errors."""
+        self.ensure_initialized()
+        return self._plugins
+
+    @property
+    def frozen(self) -> bool:
+        """Whether decisions are pinned."""
+        return self._frozen is not None
+
+    # ---------------------------------------------------------------- initialisation
+
+    def ensure_initialized(self) -> None:
+        """Run discovery once per process. Safe from any thread, and after any kind of fork.
+
+        Raises:
+            ConfigError: the configuration is wrong; nothing stays registered by plugins.
+            PluginError: under strict, a plugin failed.
+        """
+        if self._ready and self._pid == os.getpid():
+            return
+        if self._pid != os.getpid():
+            self._after_fork_in_child()  # forked behind Python's back
+        with self._lock:
+            if self._ready or self._initializing:  # the latter: a plugin that resolves
+                return
+            self._initializing = True
+            try:
+                config = self.config
+                configure_logging(config.log_level)
+                try:
+                    self._plugins = discover(
+                        self._registry, config.plugin_modules, strict=config.policy.strict
+                    )
+                    config.check_against(self._registry.snapshot(), self._plugin_notes())
+                except Exception:
+                    self._registry.drop_discovered()
+                    raise
+                self._ready = True
+            finally:
+                self._initializing = False
+        self._say_hello()
+
+    def _plugin_notes(self) -> list[str]:
+        return [f"Note: {p.name} failed ({p.error})." for p in self._plugins if not p.ok]
+
+    def _say_hello(self) -> None:
+        served: dict[str, int] = {}
+        names = self._registry.list_operators()
+        for op_name in names:
+            winner = self.decide(op_name).winner_id or "nothing"
+            served[winner] = served.get(winner, 0) + 1
+        by_backend = ", ".join(f"{name} {count}" for name, count in sorted(served.items()))
+        failed = [f"{p.name} ({p.error})" for p in self._plugins if not p.ok]
+        logger.info(
+            "%s on %s: %d ops, served by %s; %s",
+            __version__,
+            self.device.device_class,
+            len(names),
+            by_backend or "nothing",
+            f"FAILED plugins: {'; '.join(failed)}" if failed else "no plugin failed",
+        )
+
+    def configure(self, config: Config) -> None:
+        """Replace the configuration.
+
+        Raises:
+            ConfigError: it names an op, vendor or implementation that is not known.
+            DispatchFrozen: it would change a decision that a loaded model relies on.
+        """
+        self.ensure_initialized()
+        with self._lock:
+            config.check_against(self._registry.snapshot(), self._plugin_notes())
+            if self._frozen is not None:
+                self._refuse_other_orders(config.policy)
+            self._config = config
+            self._invalidate()
+
+    def set_device(self, device: DeviceFacts) -> None:
+        """State the device, where the caller knows it better than detection does."""
+        with self._lock:
+            if self._frozen is not None and device != self._device:
+                raise DispatchFrozen(_frozen_text(f"the device would become {device}"))
+            self._given_device = self._device = device
+            self._availability.clear()
+            self._invalidate()
+
+    # ---------------------------------------------------------------------- decisions
+
+    def decide(
+        self,
+        op_name: str,
+        /,
+        *,
+        device: DeviceFacts | None = None,
+        facts: Mapping[str, Any] | None = None,
+        call: Call | None = None,
+        mode: str = "eager",
+        layer: bool = False,
+        batch_invariant: bool = False,
+    ) -> Decision:
+        """The Decision under the policy in force; loads nothing and calls no implementation.
+
+        Args: see `vllm_fl.dispatch.decision.decide`; `device` replaces this one's facts.
+
+        Raises:
+            UnknownOpError: nobody declared or registered the op.
+        """
+        self.ensure_initialized()
+        snapshot = self._frozen or self._registry.snapshot()
+        policy, sources = self._policy_in_force()
+        impls = snapshot.impls_by_op.get(op_name, ())
+        if not impls and op_name not in snapshot.declarations:
+            raise UnknownOpError(self._unknown_text(op_name, snapshot))
+        if policy.strict and op_name not in snapshot.declarations:
+            raise UnknownOpError(
+                f"op '{op_name}' has implementations but no declaration, and strict mode is on."
+                f"{did_you_mean(op_name, snapshot.declarations)}"
+            )
+        target = device or self.device
+        decision = decide(
+            op_name,
+            impls,
+            policy,
+            target,
+            availability=lambda impl: self._availability_on(impl, target),
+            signature=snapshot.declarations.get(op_name),
+            facts=facts,
+            call=call,
+            mode=mode,
+            layer=layer,
+            batch_invariant=batch_invariant,
+            sources=sources,
+        )
+        return self._with_late_ones(decision, impls)
+
+    def explain(self, op_name: str, /, *args: Any, **kwargs: Any) -> Decision:
+        """What would run for these arguments, or in general without any, and why."""
+        call = Call(args, kwargs) if args or kwargs else None
+        return self.decide(op_name, call=call)
+
+    def bind(self, op_name: str, /, donate: bool = False, **facts: Any) -> Callable[..., Any]:
+        """Choose once and return a plain callable.
+
+        With all facts of the op given, its layer guards are answered here; otherwise they
+        are asked at each call. Where the winner has no guard left to ask, this is the
+        implementation's own function.
+
+        Args:
+            donate: the caller gives up the arguments that an implementation may write.
+                Without it, those of an in-place winner are cloned.
+            **facts: what is fixed when a layer is built, by the op's fact names.
+
+        Raises:
+            UnknownOpError, NoImplementationError (listing every candidate with its reason),
+            GuardRejected (strict), TypeError (an unknown fact).
+        """
+        return self.bind_op(op_name, donate=donate, facts=facts or None).fn
+
+    def bind_op(
+        self,
+        op_name: str,
+        /,
+        *,
+        donate: bool = False,
+        facts: Mapping[str, Any] | None = None,
+        mode: str = "eager",
+        layer: bool = False,
+        batch_invariant: bool = False,
+    ) -> Binding:
+        """As `bind`, and returns the decision too. With `layer`, native may win: then `fn`
+        raises, because vLLM's own forward is the layer's business."""
+        self.ensure_initialized()
+        signature = (self._frozen or self._registry.snapshot()).declarations.get(op_name)
+        known = _all_facts(op_name, signature, facts)
+        while True:
+            decision = self.decide(
+                op_name,
+                facts=facts if known else None,
+                mode=mode,
+                layer=layer,
+                batch_invariant=batch_invariant,
+            )
+            strict = self._policy_in_force()[0].strict
+            rejection = decision.first_choice_rejected
+            if strict and rejection is not None:
+                raise GuardRejected(
+                    f"op '{op_name}', strict mode: the first choice '{rejection.impl_id}' "
+                    f"refuses: {rejection.reason}. Choose another implementation for "
+                    f"{op_name}, or leave strict mode."
+                )
+            if decision.native:
+                return Binding(op_name, _native, decision)
+            if decision.winner is None:
+                raise NoImplementationError(_nothing_text(decision))
+            # The whole chain is loaded now, so that no call ever imports anything.
+            if all([self._load(impl) for impl in decision.candidates]):
+                break
+        binding = compose(decision, signature, donate=donate, facts_known=known, strict=strict)
+        with self._lock:
+            ids = self._bound.setdefault(op_name, set())
+            ids.update(impl.impl_id for impl in decision.candidates)
+        return binding
+
+    def resolve(self, op_name: str, /) -> Callable[..., Any]:
+        """The callable for an op under the policy in force: functional, guards included."""
+        return self._resolved(op_name).fn
+
+    def resolve_candidates(self, op_name: str, /) -> tuple[OpImpl, ...]:
+        """The implementations that could run, in the order in which they are preferred."""
+        return self.decide(op_name).candidates
+
+    def get_selected_impl_id(self, op_name: str, /) -> str | None:
+        """The impl_id of the winner, or None where nothing is available."""
+        return self.decide(op_name).winner_id
+
+    def call(self, op_name: str, /, *args: Any, **kwargs: Any) -> Any:
+        """Call the op. An exception of the implementation propagates, with notes."""
+        policy = active_policy()
+        table = self._table if policy is None else self._scoped.get(policy, {})
+        binding = table.get(op_name)
+        if binding is None:
+            binding = self._resolved(op_name)
+        try:
+            return binding.fn(*args, **kwargs)
+        except Exception as error:
+            annotate(error, op_name, binding.decision.winner_id, args, kwargs)
+            raise
+
+    def _resolved(self, op_name: str) -> Binding:
+        self.ensure_initialized()
+        policy = active_policy()
+        table = self._table if policy is None else self._scoped.setdefault(policy, {})
+        binding = table.get(op_name)
+        if binding is None:
+            binding = table[op_name] = self.bind_op(op_name)
+        return binding
+
+    def _policy_in_force(self) -> tuple[SelectionPolicy, Mapping[str, str]]:
+        policy = active_policy()
+        if policy is None:
+            return self.base_policy, self.config.sources
+        if policy not in self._checked_policies:
+            Config(policy=policy).check_against(self._registry.snapshot())
+            self._checked_policies.add(policy)
+        return policy, _ContextSources()
+
+    def _availability_on(self, impl: OpImpl, device: DeviceFacts) -> Verdict:
+        if device != self.device:
+            return impl.availability(device)
+        backend = impl.backend
+        if backend is not None:
+            _, failure = self._loaded.get(id(backend), (backend, None))
+            if failure is not None:
+                return failure
+        known = self._availability.get(id(impl))
+        if known is None:
+            known = self._availability[id(impl)] = (impl, impl.availability(device))
+        return known[1]
+
+    def _load(self, impl: OpImpl) -> bool:
+        """Import what the implementation needs; a failure is remembered as its reason."""
+        backend = impl.backend
+        if backend is None:
+            return True
+        with self._lock:
+            known = self._loaded.get(id(backend))
+            if known is None:
+                failure: Rejected | None = None
+                try:
+                    backend.load()
+                except Exception as error:
+                    failure = Rejected(
+                        f"loading it raised {type(error).__name__}: {error}", "load_error"
+                    )
+                    logger.warning("%s cannot be used: %s", impl.impl_id, failure.reason)
+                known = self._loaded[id(backend)] = (backend, failure)
+            return known[1] is None
+
+    def _with_late_ones(self, decision: Decision, seen: tuple[OpImpl, ...]) -> Decision:
+        if self._frozen is None:
+            return decision
+        ids = {impl.impl_id for impl in seen}
+        late = tuple(
+            Loser(impl.impl_id, "late", "registered after the freeze; not used until thaw")
+            for impl in self._registry.get_implementations(decision.op)
+            if impl.impl_id not in ids
+        )
+        return replace(decision, losers=decision.losers + late) if late else decision
+
+    def _unknown_text(self, op_name: str, snapshot: OpRegistrySnapshot) -> str:
+        names = sorted({*snapshot.declarations, *snapshot.impls_by_op})
+        notes = "".join(f" {note}" for note in self._plugin_notes())
+        return (
+            f"unknown op '{op_name}'; known: {', '.join(names) or 'none'}."
+            f"{did_you_mean(op_name, names)}{notes}"
+        )
+
+    # ---------------------------------------------------------------- freeze and thaw
+
+    def freeze(self) -> None:
+        """Pin what is registered and chosen now, because a loaded model relies on it."""
+        self.ensure_initialized()
+        with self._lock:
+            if self._frozen is None:
+                self._frozen = self._registry.snapshot()
+                self._invalidate()
+
+    def thaw(self) -> None:
+        """Let decisions follow registry and policy again. Layers that are already bound
+        keep their functions; build them anew to change them."""
+        with self._lock:
+            self._frozen = None
+            self._invalidate()
+
+    def _before_removal(self, op_name: str, impl_id: str) -> None:
+        if self._frozen is not None and impl_id in self._bound.get(op_name, ()):
+            raise DispatchFrozen(
+                _frozen_text(f"implementation '{impl_id}' of op '{op_name}' would be removed")
+            )
+
+    def _refuse_other_orders(self, policy: SelectionPolicy) -> None:
+        assert self._frozen is not None
+        for op_name in self._bound:
+            impls = self._frozen.impls_by_op.get(op_name, ())
+            before = decide(op_name, impls, self.base_policy, self.device, availability=self._here)
+            after = decide(op_name, impls, policy, self.device, availability=self._here)
+            orders = [order_candidates(op_name, impls, p, self.device)[0] for p in
+                      (self.base_policy, policy)]  # fmt: skip
+            if before.candidates != after.candidates or orders[0] != orders[1]:
+                raise DispatchFrozen(
+                    _frozen_text(
+                        f"op '{op_name}' would go from {before.winner_id} to {after.winner_id}"
+                    )
+                )
+
+    def _here(self, impl: OpImpl) -> Verdict:
+        return self._availability_on(impl, self.device)
+
+    def fingerprint(self, extra: tuple[str, ...] = ()) -> str:
+        """A hash of everything that decides which code runs; see `fingerprint.py`."""
+        self.ensure_initialized()
+        snapshot = self._frozen or self._registry.snapshot()
+        return fingerprint(snapshot, self._policy_in_force()[0], self.device, extra=extra)
+
+
+class _ContextSources(dict[str, str]):
+    """Every value of a context's policy comes from the context."""
+
+    def get(self, key: str, default: Any = None) -> Any:
+        return "policy_context"
+
+
+def _native(*args: Any, **kwargs: Any) -> Any:
+    raise NoImplementationError("native was chosen: call vLLM's own forward")
+
+
+def _all_facts(
+    op_name: str, signature: OpSignature | None, facts: Mapping[str, Any] | None
+) -> bool:
+    """Whether the facts suffice to answer layer guards now."""
+    if facts is None:
+        return False
+    valid = signature.fact_names if signature is not None else ()
+    unknown = [name for name in facts if name not in valid]
+    if unknown and signature is not None:
+        raise TypeError(
+            f"bind('{op_name}'): unknown fact {unknown[0]!r}; valid: "
+            f"{', '.join(valid) or 'none'}.{did_you_mean(unknown[0], valid)}"
+        )
+    return all(name in facts for name in valid)
+
+
+def _nothing_text(decision: Decision) -> str:
+    lines = [f"op '{decision.op}': no implementation can be used on {decision.device.device_class}"]
+    lines += [f"  {loser.impl_id}: {loser.reason}" for loser in decision.losers]
+    if not decision.losers:
+        lines.append("  none is registered; register one, or install the vendor's package")
+    return "\n".join(lines)
+
+
+def _frozen_text(what: str) -> str:
+    return (
+        f"{what}, but a loaded model relies on the present choice. Call thaw() on the manager "
+        "first and build the model anew afterwards."
+    )
+
+
+class _Default:
+    """The process's default manager, made at first use."""
+
+    def __init__(self) -> None:
+        self.lock = threading.Lock()
+        self.manager: OpManager | None = None
+        reset_in_child(self)
+
+    def _after_fork_in_child(self) -> None:
+        self.lock = threading.Lock()
+
+
+_default = _Default()
+
+
+def get_default_manager() -> OpManager:
+    """The manager that call_op, resolve_op, explain_op and the vLLM plugin share."""
+    manager = _default.manager
+    if manager is None:
+        with _default.lock:
+            manager = _default.manager
+            if manager is None:
+                manager = _default.manager = OpManager()
+    return manager
+
+
+def reset_default_manager() -> None:
+    """Forget the default manager; the next use makes a new one from the environment."""
+    with _default.lock:
+        _default.manager = None
+
+
+def call_op(op_name: str, /, *args: Any, **kwargs: Any) -> Any:
+    """Call an op through the default manager."""
+    return (_default.manager or get_default_manager()).call(op_name, *args, **kwargs)
+
+
+def resolve_op(op_name: str, /) -> Callable[..., Any]:
+    """The default manager's callable for an op."""
+    return get_default_manager().resolve(op_name)
+
+
+def explain_op(op_name: str, /, *args: Any, **kwargs: Any) -> Decision:
+    """What the default manager would run for these arguments, and why."""
+    return get_default_manager().explain(op_name, *args, **kwargs)

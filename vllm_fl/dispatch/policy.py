@@ -1,0 +1,190 @@
+# SPDX-License-Identifier: Apache-2.0
+"""SelectionPolicy, its order tokens, and the context managers that change it for a while."""
+
+from __future__ import annotations
+
+import contextlib
+import contextvars
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass, replace
+
+from .errors import ConfigError, did_you_mean
+from .types import BackendImplKind, OpImpl
+
+__all__ = [
+    "NATIVE",
+    "SelectionPolicy",
+    "active_policy",
+    "check_token",
+    "policy_context",
+    "token_matches",
+    "with_allowed_vendors",
+    "with_denied_vendors",
+    "with_preference",
+    "with_strict_mode",
+]
+
+NATIVE = "native"
+"""The order token for vLLM's own forward."""
+
+_KINDS = tuple(kind.value for kind in BackendImplKind)
+TOKEN_FORMS = (*_KINDS, "vendor:<name>", "impl:<impl_id>", NATIVE)
+
+
+@dataclass(frozen=True, slots=True)
+class SelectionPolicy:
+    """Reorders or removes candidates; where it says nothing, priority decides.
+
+    Attributes:
+        prefer: "flagos", "vendor" or "reference": this kind first, the others after it.
+        strict: plugin errors raise, and a guard's rejection of the first choice is an error.
+        per_op_order: op name to order tokens ("flagos", "vendor", "vendor:<name>",
+            "reference", "impl:<impl_id>", "native"). Takes a mapping or pairs. Under
+            strict the order is closed, otherwise the default order follows it.
+        allow_vendors: only these vendors' implementations; None allows all.
+        deny_vendors: not these vendors' implementations.
+        flagos_whitelist: only these ops may use kind flagos; None allows all.
+        flagos_blacklist: these ops may not use kind flagos.
+    """
+
+    prefer: str | None = None
+    strict: bool = False
+    per_op_order: tuple[tuple[str, tuple[str, ...]], ...] = ()
+    allow_vendors: frozenset[str] | None = None
+    deny_vendors: frozenset[str] = frozenset()
+    flagos_whitelist: frozenset[str] | None = None
+    flagos_blacklist: frozenset[str] = frozenset()
+
+    def __post_init__(self) -> None:
+        set_ = object.__setattr__
+        if self.prefer is not None:
+            set_(self, "prefer", _check_kind(self.prefer))
+        if not isinstance(self.strict, bool):
+            raise ConfigError(f"SelectionPolicy: strict must be a bool, found {self.strict!r}")
+        set_(self, "per_op_order", _freeze_orders(self.per_op_order))
+        for name in ("allow_vendors", "flagos_whitelist"):
+            value = getattr(self, name)
+            set_(self, name, None if value is None else _freeze_names(name, value))
+        for name in ("deny_vendors", "flagos_blacklist"):
+            set_(self, name, _freeze_names(name, getattr(self, name)))
+
+    def order_for(self, op_name: str) -> tuple[str, ...]:
+        """The order tokens of an op; empty where the policy does not name it."""
+        return dict(self.per_op_order).get(op_name, ())
+
+
+def check_token(token: str) -> str:
+    """Return the order token, or raise ConfigError naming the valid forms."""
+    head, _, tail = token.partition(":")
+    if token in (*_KINDS, NATIVE) or (head in ("vendor", "impl") and tail):
+        return token
+    raise ConfigError(
+        f'unknown order token "{token}"; valid: {", ".join(TOKEN_FORMS)}.'
+        f"{did_you_mean(token, (*_KINDS, NATIVE))}"
+    )
+
+
+def token_matches(token: str, impl: OpImpl) -> bool:
+    """Whether an order token names an implementation ("native" names none)."""
+    head, _, tail = token.partition(":")
+    if head == "impl":
+        return impl.impl_id == tail
+    if head == "vendor" and tail:
+        return impl.vendor == tail
+    return impl.kind.value == token
+
+
+def _check_kind(value: object) -> str:
+    text = value.value if isinstance(value, BackendImplKind) else value
+    if text not in _KINDS:
+        raise ConfigError(
+            f'prefer: unknown kind "{value}"; valid: {", ".join(_KINDS)}.'
+            f"{did_you_mean(str(value), _KINDS)}"
+        )
+    return str(text)
+
+
+def _freeze_orders(value: object) -> tuple[tuple[str, tuple[str, ...]], ...]:
+    pairs = value.items() if isinstance(value, Mapping) else value
+    orders: dict[str, tuple[str, ...]] = {}
+    for op_name, tokens in pairs:  # type: ignore[attr-defined]
+        if isinstance(tokens, str):
+            raise ConfigError(
+                f"per_op_order: the order of '{op_name}' must be a list of tokens, "
+                f'found the string "{tokens}"'
+            )
+        orders[op_name] = tuple(check_token(token) for token in tokens)
+    return tuple(sorted(orders.items()))
+
+
+def _freeze_names(field: str, value: object) -> frozenset[str]:
+    if isinstance(value, str) or not isinstance(value, Iterable):
+        raise ConfigError(f"{field} must be a collection of names, found {value!r}")
+    names = frozenset(value)
+    if not all(isinstance(name, str) for name in names):
+        raise ConfigError(f"{field} must hold strings, found {value!r}")
+    return names
+
+
+_active: contextvars.ContextVar[SelectionPolicy | None] = contextvars.ContextVar(
+    "vllm_fl_policy", default=None
+)
+
+
+def active_policy() -> SelectionPolicy | None:
+    """The policy of the innermost context of this thread or task; None outside of any."""
+    return _active.get()
+
+
+@contextlib.contextmanager
+def policy_context(policy: SelectionPolicy) -> Iterator[SelectionPolicy]:
+    """Use `policy` for what this thread or asyncio task resolves, calls, explains, binds, and
+    for layers it builds, until the block ends."""
+    if not isinstance(policy, SelectionPolicy):
+        raise ConfigError(
+            f"policy_context() takes a SelectionPolicy, found {type(policy).__name__}"
+        )
+    token = _active.set(policy)
+    try:
+        yield policy
+    finally:
+        _active.reset(token)
+
+
+def _current() -> SelectionPolicy:
+    policy = _active.get()
+    if policy is not None:
+        return policy
+    from .manager import get_default_manager  # the base policy lives there
+
+    return get_default_manager().base_policy
+
+
+@contextlib.contextmanager
+def with_preference(prefer: str | BackendImplKind) -> Iterator[SelectionPolicy]:
+    """The current policy, with this kind first."""
+    with policy_context(replace(_current(), prefer=_check_kind(prefer))) as policy:
+        yield policy
+
+
+@contextlib.contextmanager
+def with_strict_mode() -> Iterator[SelectionPolicy]:
+    """The current policy, strict."""
+    with policy_context(replace(_current(), strict=True)) as policy:
+        yield policy
+
+
+@contextlib.contextmanager
+def with_allowed_vendors(*vendors: str) -> Iterator[SelectionPolicy]:
+    """The current policy, with these vendors' implementations only."""
+    with policy_context(replace(_current(), allow_vendors=frozenset(vendors))) as policy:
+        yield policy
+
+
+@contextlib.contextmanager
+def with_denied_vendors(*vendors: str) -> Iterator[SelectionPolicy]:
+    """The current policy, without these vendors' implementations."""
+    current = _current()
+    denied = current.deny_vendors | frozenset(vendors)
+    with policy_context(replace(current, deny_vendors=denied)) as policy:
+        yield policy

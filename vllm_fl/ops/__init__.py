@@ -1,0 +1,34 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Op contracts, one file per family: the single home of each op's meaning.
+
+Importing this package imports no torch: what needs it imports it when it runs.
+
+An op's facts are what a vLLM layer knows for certain when it is built: sizes, the weight, the
+style. The input's dtype is not among them, because a layer learns it with each call.
+"""
+
+from __future__ import annotations
+
+from ..dispatch.registry import OpRegistry
+from ..dispatch.types import OpSignature
+from .activation import GELU_AND_MUL, SILU_AND_MUL
+from .attention import ATTENTION_BACKEND
+from .normalization import FUSED_ADD_RMS_NORM, RMS_NORM
+from .rotary import ROTARY_EMBEDDING
+
+__all__ = ["SIGNATURES", "register_builtins"]
+
+SIGNATURES: tuple[OpSignature, ...] = (
+    SILU_AND_MUL,
+    GELU_AND_MUL,
+    RMS_NORM,
+    FUSED_ADD_RMS_NORM,
+    ROTARY_EMBEDDING,
+    ATTENTION_BACKEND,
+)
+
+
+def register_builtins(registry: OpRegistry) -> None:
+    """Declare every op of vllm_fl."""
+    for signature in SIGNATURES:
+        registry.declare(signature)
