@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from .decision import Decision
-from .errors import GuardRejected, NoImplementationError
+from .errors import DispatchError, GuardRejected, NoImplementationError
 from .log import logger
 from .types import OpImpl, OpSignature, Rejected, as_verdict
 
@@ -167,8 +167,12 @@ def annotate(
     args: Sequence[Any],
     kwargs: dict[str, Any],
 ) -> None:
-    """Add op, implementation and argument shapes to an exception that passes by, once."""
-    if any(note.startswith(_NOTE) for note in getattr(error, "__notes__", ())):
+    """Add op, implementation and argument shapes to an exception that passes by, once.
+
+    The dispatcher's own errors say it all by themselves."""
+    if isinstance(error, DispatchError) or any(
+        note.startswith(_NOTE) for note in getattr(error, "__notes__", ())
+    ):
         return
     error.add_note(
         f"{_NOTE}raised by implementation '{impl_id}' of op '{op_name}', called with "

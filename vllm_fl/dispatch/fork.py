@@ -7,6 +7,7 @@ of creation: a registry is renewed before the manager that uses it.
 
 from __future__ import annotations
 
+import contextlib
 import os
 import weakref
 from typing import Protocol
@@ -28,10 +29,8 @@ def reset_in_child(obj: _Resettable) -> None:
 
 
 def _forget(reference: weakref.ref[_Resettable]) -> None:
-    try:
+    with contextlib.suppress(ValueError):
         _objects.remove(reference)
-    except ValueError:
-        pass
 
 
 def _renew_all() -> None:

@@ -36,15 +36,12 @@ API_VERSION = 1
 """Version of the contract between vllm_fl and a vendor's package."""
 
 
-class BackendImplKind(str, enum.Enum):
+class BackendImplKind(enum.StrEnum):
     """Where an implementation comes from."""
 
     DEFAULT = "flagos"
     VENDOR = "vendor"
     REFERENCE = "reference"
-
-    def __str__(self) -> str:
-        return self.value
 
 
 class BackendPriority(enum.IntEnum):
