@@ -6,6 +6,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import Any, ClassVar, TypeVar
 
+from ..dispatch.errors import RegistrationError
 from ..dispatch.types import Accepted, BackendImplKind, BackendPriority, OpImpl, Rejected
 
 __all__ = ["Backend"]
@@ -42,6 +43,14 @@ class Backend:
     requires: ClassVar[tuple[str, ...]] = ()
     priority: ClassVar[int | None] = None
 
+    def __init_subclass__(cls) -> None:
+        for name in ("device_types", "requires"):
+            if isinstance(getattr(cls, name), str):
+                raise RegistrationError(
+                    f"{cls.__name__}.{name} must be a tuple of names, found the string "
+                    f"{getattr(cls, name)!r}; write ({getattr(cls, name)!r},)"
+                )
+
     def __init__(self) -> None:
         self._implementations: list[OpImpl] = []
 
@@ -69,6 +78,11 @@ class Backend:
 
         Args: as those of OpImpl; `op_name` only where the function is called otherwise.
         """
+        if callable(op_name):
+            raise RegistrationError(
+                f"{type(self).__name__}.implements takes no function; write "
+                f"@backend.implements() above {op_name.__name__}, with parentheses"
+            )
 
         def mark(fn: F) -> F:
             priority = _PRIORITY[self.kind] if self.priority is None else self.priority

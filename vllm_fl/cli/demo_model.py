@@ -219,8 +219,10 @@ def convert(gguf: str, out: str) -> None:
     model = transformers.AutoModelForCausalLM.from_pretrained(
         folder, gguf_file=name, dtype=torch.bfloat16, **options
     )
+    tokenizer = transformers.AutoTokenizer.from_pretrained(folder, gguf_file=name)
+    tokenizer.eos_token = "<|im_end|>"  # releases before 5.18 read <|im_start|> from this file
     model.save_pretrained(out)
-    transformers.AutoTokenizer.from_pretrained(folder, gguf_file=name).save_pretrained(out)
+    tokenizer.save_pretrained(out)
 
 
 def write_manifest(folder: Path) -> None:

@@ -9,12 +9,15 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from .decision import Decision
-from .errors import DispatchError, GuardRejected, NoImplementationError
+from .decision import Decision, annotate_guard
+from .errors import GuardRejected, NoImplementationError, add_note_once
 from .log import logger
 from .types import OpImpl, OpSignature, Rejected, as_verdict
 
-__all__ = ["Binding", "annotate", "compose"]
+__all__ = ["Binding", "annotate", "compose", "native_binding", "reachable"]
+
+_REASONS_KEPT = 8
+"""A reason may name a token count; a server must not remember all of them."""
 
 
 @dataclass(slots=True)
@@ -25,13 +28,24 @@ class Binding:
         op: the op's name.
         fn: what to call.
         decision: why.
-        call_rejections: impl_id to the reasons its call guard gave, each once.
+        call_rejections: impl_id to the first reasons its call guard gave, each once.
+        traced: builds a callable that does the same and first tells which implementation
+            it calls; None where native was chosen.
     """
 
     op: str
     fn: Callable[..., Any]
     decision: Decision
     call_rejections: dict[str, list[str]] = field(default_factory=dict)
+    traced: Callable[[Callable[[OpImpl], None]], Callable[..., Any]] | None = None
+
+
+def reachable(candidates: tuple[OpImpl, ...], *, facts_known: bool) -> tuple[OpImpl, ...]:
+    """The candidates that a call can get to: up to the first without a guard left to ask."""
+    for count, impl in enumerate(candidates, start=1):
+        if impl.supports is None and (facts_known or impl.supports_layer is None):
+            return candidates[:count]
+    return candidates
 
 
 def compose(
@@ -51,16 +65,42 @@ def compose(
     """
     steps = [
         (impl, _check(impl, signature, facts_known), _callable(impl, signature, donate))
-        for impl in decision.candidates
+        for impl in reachable(decision.candidates, facts_known=facts_known)
     ]
-    _, check, fn = steps[0]
-    binding = Binding(decision.op, fn, decision)
-    if check is not None:
-        binding.fn = _guarded(binding, steps, strict)
+    binding = Binding(decision.op, _native, decision)
+
+    def assemble(steps: Sequence[_Step]) -> Callable[..., Any]:
+        _, check, fn = steps[0]
+        return fn if check is None else _guarded(binding, steps, strict)
+
+    binding.fn = assemble(steps)
+    binding.traced = lambda tell: assemble(
+        [(i, check, _told(tell, i, fn)) for i, check, fn in steps]
+    )
     return binding
 
 
 _Check = Callable[..., Any] | None
+_Step = tuple[OpImpl, _Check, Callable[..., Any]]
+
+
+def _told(
+    tell: Callable[[OpImpl], None], impl: OpImpl, fn: Callable[..., Any]
+) -> Callable[..., Any]:
+    def call(*args: Any, **kwargs: Any) -> Any:
+        tell(impl)
+        return fn(*args, **kwargs)
+
+    return call
+
+
+def native_binding(decision: Decision) -> Binding:
+    """The binding of a decision for native, whose `fn` only explains itself."""
+    return Binding(decision.op, _native, decision)
+
+
+def _native(*args: Any, **kwargs: Any) -> Any:
+    raise NoImplementationError("native was chosen: call vLLM's own forward")
 
 
 def _check(impl: OpImpl, signature: OpSignature | None, facts_known: bool) -> _Check:
@@ -106,7 +146,7 @@ def _callable(impl: OpImpl, signature: OpSignature | None, donate: bool) -> Call
 
 def _guarded(
     binding: Binding,
-    steps: Sequence[tuple[OpImpl, _Check, Callable[..., Any]]],
+    steps: Sequence[_Step],
     strict: bool,
 ) -> Callable[..., Any]:
     op_name = binding.op
@@ -114,18 +154,22 @@ def _guarded(
     assert first_check is not None
 
     def dispatch(*args: Any, **kwargs: Any) -> Any:
-        impl = first
+        impl, asking = first, True
         try:
             verdict = first_check(*args, **kwargs)
             if verdict is True:
+                asking = False
                 return first_fn(*args, **kwargs)
+            refusals: list[str] = []
             for impl, check, fn in steps:
                 if impl is not first:
                     verdict = True if check is None else check(*args, **kwargs)
                 answer = as_verdict(verdict)
                 if not isinstance(answer, Rejected):
+                    asking = False
                     return fn(*args, **kwargs)
                 _note_rejection(binding, impl, answer)
+                refusals.append(f"{impl.impl_id}: {answer.reason}")
                 if strict:
                     raise GuardRejected(
                         f"op '{op_name}', strict mode: the first choice '{impl.impl_id}' "
@@ -133,11 +177,15 @@ def _guarded(
                         f"for {op_name}, or leave strict mode."
                     )
         except Exception as error:
-            annotate(error, op_name, impl.impl_id, args, kwargs)
+            if asking:
+                annotate_guard(error, impl)
+            else:
+                annotate(error, op_name, impl.impl_id, args, kwargs)
             raise
+        refusals += [f"{loser.impl_id}: {loser.reason}" for loser in binding.decision.rejected()]
         raise NoImplementationError(
             f"op '{op_name}': every implementation refuses this call "
-            f"({_shapes(args, kwargs)}): {_rejection_text(binding)}"
+            f"({_shapes(args, kwargs)}): {'; '.join(refusals)}"
         )
 
     dispatch.__name__ = dispatch.__qualname__ = op_name
@@ -146,18 +194,9 @@ def _guarded(
 
 def _note_rejection(binding: Binding, impl: OpImpl, answer: Rejected) -> None:
     reasons = binding.call_rejections.setdefault(impl.impl_id, [])
-    if answer.reason not in reasons:
+    if answer.reason not in reasons and len(reasons) < _REASONS_KEPT:
         reasons.append(answer.reason)
         logger.info("%s: %s refuses a call: %s", binding.op, impl.impl_id, answer.reason)
-
-
-def _rejection_text(binding: Binding) -> str:
-    said = [f"{i}: {', '.join(reasons)}" for i, reasons in binding.call_rejections.items()]
-    said += [f"{loser.impl_id}: {loser.reason}" for loser in binding.decision.rejected()]
-    return "; ".join(said)
-
-
-_NOTE = "vllm_fl: "
 
 
 def annotate(
@@ -167,18 +206,13 @@ def annotate(
     args: Sequence[Any],
     kwargs: dict[str, Any],
 ) -> None:
-    """Add op, implementation and argument shapes to an exception that passes by, once.
-
-    The dispatcher's own errors say it all by themselves."""
-    if isinstance(error, DispatchError) or any(
-        note.startswith(_NOTE) for note in getattr(error, "__notes__", ())
-    ):
-        return
-    error.add_note(
-        f"{_NOTE}raised by implementation '{impl_id}' of op '{op_name}', called with "
+    """Add op, implementation and argument shapes to an exception that passes by."""
+    add_note_once(
+        error,
+        f"raised by implementation '{impl_id}' of op '{op_name}', called with "
         f"{_shapes(args, kwargs)}. No other implementation was tried, because the arguments "
         "may already be overwritten. If this is a case that it does not handle, its "
-        "`supports` guard should refuse it."
+        "`supports` guard should refuse it.",
     )
 
 
@@ -189,10 +223,13 @@ def _shapes(args: Sequence[Any], kwargs: dict[str, Any]) -> str:
 
 
 def _shape(value: Any) -> str:
-    shape = getattr(value, "shape", None)
-    if shape is None:
-        text = repr(value)
-        return text if len(text) <= 40 else f"{text[:37]}..."
-    dtype = str(getattr(value, "dtype", "")).removeprefix("torch.")
-    strides = value.stride() if callable(getattr(value, "stride", None)) else ""
-    return f"{dtype}{list(shape)} strides {list(strides)}"
+    try:
+        shape = getattr(value, "shape", None)
+        if shape is None:
+            text = repr(value)
+            return text if len(text) <= 40 else f"{text[:37]}..."
+        dtype = str(getattr(value, "dtype", "")).removeprefix("torch.")
+        strides = f" strides {list(value.stride())}" if hasattr(value, "stride") else ""
+        return f"{dtype}{list(shape)}{strides}"
+    except Exception:  # a sparse tensor has no strides; the error that is being told matters more
+        return type(value).__name__

@@ -10,14 +10,13 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any
 
 from .errors import ConfigError, did_you_mean
-from .policy import SelectionPolicy, check_token, token_matches
+from .policy import SelectionPolicy, check_kind, check_token, token_matches
 from .registry import OpRegistrySnapshot
-from .types import BackendImplKind
 
 __all__ = [
     "ADDITIONAL_CONFIG",
@@ -27,12 +26,13 @@ __all__ = [
     "Setting",
     "check_names",
     "load_config",
+    "sources_in_context",
     "variable_names",
 ]
 
 PREFIX = "VLLM_FL_"
 ADDITIONAL_CONFIG = "--additional-config vllm_fl"
-KINDS = tuple(kind.value for kind in BackendImplKind)
+CONTEXT = "policy_context"
 LOG_LEVELS = ("DEBUG", "INFO", "WARNING", "ERROR", "CRITICAL")
 _TRUE, _FALSE = ("1", "true", "yes", "on"), ("0", "false", "no", "off")
 
@@ -73,14 +73,6 @@ def _bool_data(value: Any) -> bool:
     if isinstance(value, bool):
         return value
     raise ConfigError(f"must be true or false, found {_typed(value)}")
-
-
-def _kind(value: Any) -> str:
-    if value in KINDS:
-        return str(value)
-    raise ConfigError(
-        f'unknown kind "{value}"; valid: {", ".join(KINDS)}.{did_you_mean(str(value), KINDS)}'
-    )
 
 
 def _level(text: str) -> str:
@@ -157,7 +149,7 @@ SETTINGS: tuple[Setting, ...] = (
          default="1"),
     _row("CONFIG", "config", "path", "A YAML file with the keys of this table.", str),
     _row("PREFER", "prefer", "flagos, vendor or reference",
-         "This kind first, the others after it.", _kind, _kind),
+         "This kind first, the others after it.", check_kind, check_kind),
     _row("STRICT", "strict", "0 or 1",
          "Plugin errors raise; a guard's rejection of the first choice is an error; per-op "
          "orders are closed.", _bool_text, _bool_data, "0"),
@@ -241,7 +233,7 @@ class Config:
         shown: dict[str, Any] = {}
         for setting in SETTINGS:
             value = self.values.get(setting.name, setting.default or None)
-            source = self.sources.get(setting.name, "default")
+            source: Any = self.sources.get(setting.name, "default")
             if setting.name == "op_backends":
                 value = {op: list(tokens) for op, tokens in (value or {}).items()}
                 source = {
@@ -304,6 +296,22 @@ def check_names(
             )
 
 
+def sources_in_context(policy: SelectionPolicy, config: Config) -> dict[str, str]:
+    """Where the values of a policy context come from: those that it shares with the
+    configuration keep their source."""
+
+    def values_of(policy: SelectionPolicy) -> dict[str, Any]:
+        values = {f.name: getattr(policy, f.name) for f in fields(policy)}
+        orders = values.pop("per_op_order")
+        return values | {f"per_op_order.{op}": order for op, order in orders}
+
+    base = values_of(config.policy)
+    return {
+        name: config.sources.get(name, CONTEXT) if base.get(name) == value else CONTEXT
+        for name, value in values_of(policy).items()
+    }
+
+
 @dataclass(frozen=True, slots=True)
 class _Given:
     """What one source said: values by setting name, and the place of each."""
@@ -327,9 +335,11 @@ def load_config(
     Raises:
         ConfigError: naming the variable, or file and line, the value and the valid ones.
     """
-    from_environ = _from_environ(os.environ if environ is None else environ)
-    if not from_environ.values.get("enabled", True):
-        return Config(from_environ.values, from_environ.places)
+    environ = os.environ if environ is None else environ
+    switch = _from_environ({k: v for k, v in environ.items() if k == f"{PREFIX}ENABLED"})
+    if not switch.values.get("enabled", True):
+        return Config(switch.values, switch.places)  # off means off: nothing else is read
+    from_environ = _from_environ(environ)
     given = [from_environ]
     if additional is not None:
         given.append(_from_additional(additional))

@@ -7,9 +7,9 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from .errors import add_note_once
 from .policy import NATIVE, SelectionPolicy, token_matches
 from .types import (
-    ACCEPTED,
     BackendImplKind,
     DeviceFacts,
     OpImpl,
@@ -19,7 +19,7 @@ from .types import (
     as_verdict,
 )
 
-__all__ = ["Call", "Decision", "Loser", "decide", "order_candidates"]
+__all__ = ["Call", "Decision", "Loser", "annotate_guard", "decide", "order_candidates"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -144,10 +144,7 @@ def order_candidates(
         (candidates in order, possibly with the word "native" among them; implementations
         that a closed per-op order leaves out).
     """
-    default = sorted(
-        impls,
-        key=lambda i: (-i.priority, i.vendor != device.vendor, i.impl_id),
-    )
+    default = sorted(impls, key=lambda impl: _rank(impl, device))
     if policy.prefer is not None:
         default.sort(key=lambda i: i.kind.value != policy.prefer)  # stable
     tokens = policy.order_for(op_name)
@@ -162,6 +159,10 @@ def order_candidates(
     if tokens and policy.strict:
         return ordered, rest
     return [*ordered, *rest], []
+
+
+def _rank(impl: OpImpl, device: DeviceFacts) -> tuple[int, bool, str]:
+    return -impl.priority, impl.vendor != device.vendor, impl.impl_id
 
 
 def decide(
@@ -183,15 +184,19 @@ def decide(
 
     Args:
         availability: answers for one implementation; the manager's answer is remembered.
-        facts: the layer's facts; `supports_layer` guards are asked when given.
+        facts: the layer's facts; `supports_layer` guards are asked when given, or when the
+            op has none.
         call: a call's arguments; both guards are asked when given.
         mode: "eager" or "compiled".
         layer: whether "native" (vLLM's own forward) can be chosen.
         batch_invariant: only implementations that are marked so.
         sources: policy field (or "per_op_order.<op>") to where its value came from.
     """
-    if call is not None and facts is None and signature is not None and signature.facts:
-        facts = signature.facts(*call.args, **call.kwargs)
+    if facts is None:
+        if signature is None or signature.facts is None:
+            facts = {}  # the op has none
+        elif call is not None:
+            facts = signature.facts(*call.args, **call.kwargs)
     ordered, left_out = order_candidates(op_name, impls, policy, device)
     losers: list[Loser] = []
     usable: list[OpImpl] = []
@@ -209,7 +214,7 @@ def decide(
                 native = True
             continue
         if usable or native:
-            # Not asked: it will only run if a call guard refuses the winner.
+            # Its call guard is not asked: it only runs if a call guard refuses the winner.
             refusal = _policy_refusal(op_name, candidate, policy, batch_invariant)
             if refusal is None and not native:
                 refusal = _as_refusal(availability(candidate)) or _guard_refusal(
@@ -217,7 +222,9 @@ def decide(
                 )
                 if refusal is None:
                     usable.append(candidate)
-            losers.append(_loser(candidate, refusal) if refusal else _behind(candidate, usable))
+            losers.append(
+                _loser(candidate, refusal) if refusal else _behind(candidate, usable, device)
+            )
             continue
         refusal = _policy_refusal(op_name, candidate, policy, batch_invariant) or _as_refusal(
             availability(candidate)
@@ -284,34 +291,50 @@ def _as_refusal(verdict: Verdict) -> Rejected | None:
 def _guard_refusal(
     impl: OpImpl, facts: Mapping[str, Any] | None, call: Call | None
 ) -> Rejected | None:
-    verdict: Verdict = ACCEPTED
-    if facts is not None and impl.supports_layer is not None:
-        verdict = as_verdict(impl.supports_layer(facts), default_reason="its layer guard says no")
-        if isinstance(verdict, Rejected):
-            return Rejected(verdict.reason, "layer_guard")
-    if call is not None and impl.supports is not None:
-        verdict = as_verdict(
-            impl.supports(*call.args, **call.kwargs), default_reason="its call guard says no"
-        )
-        if isinstance(verdict, Rejected):
-            return Rejected(verdict.reason, "call_guard")
+    try:
+        if facts is not None and impl.supports_layer is not None:
+            verdict = as_verdict(
+                impl.supports_layer(facts), default_reason="its layer guard says no"
+            )
+            if isinstance(verdict, Rejected):
+                return Rejected(verdict.reason, "layer_guard")
+        if call is not None and impl.supports is not None:
+            verdict = as_verdict(
+                impl.supports(*call.args, **call.kwargs), default_reason="its call guard says no"
+            )
+            if isinstance(verdict, Rejected):
+                return Rejected(verdict.reason, "call_guard")
+    except Exception as error:
+        annotate_guard(error, impl)
+        raise
     return None
+
+
+def annotate_guard(error: BaseException, impl: OpImpl) -> None:
+    """Add to an exception that it came from a guard, and whose."""
+    add_note_once(
+        error,
+        f"raised by a guard of implementation '{impl.impl_id}' of op '{impl.op_name}'. A guard "
+        "reads metadata only, and returns True or a reason.",
+    )
 
 
 def _loser(impl: OpImpl, refusal: Rejected) -> Loser:
     return Loser(impl.impl_id, refusal.code, refusal.reason)
 
 
-def _behind(impl: OpImpl, usable: Sequence[OpImpl]) -> Loser:
+def _behind(impl: OpImpl, usable: Sequence[OpImpl], device: DeviceFacts) -> Loser:
     if not usable:
         return Loser(impl.impl_id, "after_winner", f"comes after {NATIVE}")
     winner = usable[0]
-    if winner.priority > impl.priority:
-        why = f"priority {int(impl.priority)} is below {winner.impl_id}'s {int(winner.priority)}"
-    elif winner.priority == impl.priority:
-        why = f"equal priority; {winner.impl_id} is first by the device's vendor, then by id"
-    else:
+    if _rank(winner, device) > _rank(impl, device):
         why = f"the policy puts {winner.impl_id} first"
+    elif winner.priority > impl.priority:
+        why = f"priority {int(impl.priority)} is below {winner.impl_id}'s {int(winner.priority)}"
+    elif winner.vendor == device.vendor != impl.vendor:
+        why = f"equal priority; {winner.impl_id} is the device's own vendor's"
+    else:
+        why = f"equal priority; {winner.impl_id} is the smaller id"
     return Loser(impl.impl_id, "after_winner", why)
 
 

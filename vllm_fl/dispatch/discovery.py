@@ -4,12 +4,11 @@
 from __future__ import annotations
 
 import importlib
-import importlib.metadata
 import time
 import traceback
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from .. import __version__
 from .builtin_ops import BUILTIN_MODULES
@@ -17,6 +16,9 @@ from .errors import PluginError, RegistrationError, did_you_mean
 from .log import logger
 from .registry import OpRegistry
 from .types import Origin
+
+if TYPE_CHECKING:
+    from importlib.metadata import EntryPoint
 
 __all__ = ["ENTRY_POINT_GROUP", "PluginRecord", "discover"]
 
@@ -82,29 +84,47 @@ def discover(
         PluginError: under strict, from the plugin's own exception.
     """
     records: list[PluginRecord] = []
-    seen: set[int] = set()
+    seen: list[Callable[[OpRegistry], Any]] = []
     for plugin in _plugins(plugin_modules):
         records.append(_run(registry, plugin, seen, strict=strict))
     return tuple(records)
 
 
 def _plugins(plugin_modules: Iterable[str]) -> Iterator[_Plugin]:
+    from importlib.metadata import entry_points  # 17 ms, a third of importing vllm_fl.dispatch
+
     for module in BUILTIN_MODULES:
         origin = Origin("builtin", module, "vllm-fl", __version__)
         yield _Plugin(origin, module, _importer(module))
-    for entry in importlib.metadata.entry_points(group=ENTRY_POINT_GROUP):
-        package = entry.dist.name if entry.dist is not None else ""
-        version = entry.dist.version if entry.dist is not None else ""
+    for entry in entry_points(group=ENTRY_POINT_GROUP):
+        package, version = _distribution_of(entry)
         yield _Plugin(Origin("entry_point", entry.name, package, version), entry.value, entry.load)
     for module in plugin_modules:
         yield _Plugin(Origin("module", module), module, _importer(module))
+
+
+def _distribution_of(entry: EntryPoint) -> tuple[str, str]:
+    """Name and version of the package; empty where its METADATA cannot be read."""
+    if entry.dist is None:
+        return "", ""
+    try:
+        metadata = entry.dist.metadata
+        return metadata["Name"] or "", metadata["Version"] or ""
+    except Exception:  # what a damaged installation raises differs between Python versions
+        return "", ""
 
 
 def _importer(module: str) -> Callable[[], Any]:
     return lambda: importlib.import_module(module)
 
 
-def _run(registry: OpRegistry, plugin: _Plugin, seen: set[int], *, strict: bool) -> PluginRecord:
+def _run(
+    registry: OpRegistry,
+    plugin: _Plugin,
+    seen: list[Callable[[OpRegistry], Any]],
+    *,
+    strict: bool,
+) -> PluginRecord:
     origin = plugin.origin
     start = time.perf_counter()
     before = _implementations_of(registry, origin)
@@ -113,9 +133,9 @@ def _run(registry: OpRegistry, plugin: _Plugin, seen: set[int], *, strict: bool)
     try:
         with registry.batch(origin):
             registrar = _registrar(plugin.load(), plugin.value)
-            if id(registrar) not in seen:  # an entry point named again as a module
+            if registrar not in seen:  # an entry point named again as a module
                 registrar(registry)
-            seen.add(id(registrar))
+                seen.append(registrar)
             undeclared = _undeclared_of(registry, origin)
             if strict and undeclared:
                 raise RegistrationError(_undeclared_text(registry, undeclared))

@@ -17,6 +17,7 @@ __all__ = [
     "RegistrationError",
     "SignatureMismatchError",
     "UnknownOpError",
+    "add_note_once",
     "did_you_mean",
 ]
 
@@ -59,6 +60,19 @@ class GuardRejected(DispatchError, RuntimeError):
 
 class DispatchFrozen(DispatchError, RuntimeError):
     """A decision that a loaded model relies on would have changed."""
+
+
+_NOTE = "vllm_fl: "
+
+
+def add_note_once(error: BaseException, note: str) -> None:
+    """Say more about an exception that passes by, unless the dispatcher already did. Its own
+    errors say it all by themselves."""
+    if isinstance(error, DispatchError) or any(
+        said.startswith(_NOTE) for said in getattr(error, "__notes__", ())
+    ):
+        return
+    error.add_note(_NOTE + note)
 
 
 def did_you_mean(name: str, valid: Iterable[str]) -> str:

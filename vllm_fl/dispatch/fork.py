@@ -12,7 +12,7 @@ import os
 import weakref
 from typing import Protocol
 
-__all__ = ["reset_in_child"]
+__all__ = ["renew_all", "reset_in_child"]
 
 
 class _Resettable(Protocol):
@@ -33,7 +33,8 @@ def _forget(reference: weakref.ref[_Resettable]) -> None:
         _objects.remove(reference)
 
 
-def _renew_all() -> None:
+def renew_all() -> None:
+    """Renew every live object. Only for a child in which nobody else runs yet."""
     for reference in list(_objects):
         obj = reference()
         if obj is not None:
@@ -41,4 +42,4 @@ def _renew_all() -> None:
 
 
 if hasattr(os, "register_at_fork"):  # not on Windows, where nothing forks
-    os.register_at_fork(after_in_child=_renew_all)
+    os.register_at_fork(after_in_child=renew_all)

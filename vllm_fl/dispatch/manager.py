@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import importlib
+import logging
 import os
 import threading
 from collections.abc import Callable, Mapping
@@ -11,9 +12,9 @@ from dataclasses import replace
 from typing import Any
 
 from .. import __version__
-from .binding import Binding, annotate, compose
+from .binding import Binding, annotate, compose, native_binding, reachable
 from .builtin_ops import DEVICE_PROBE
-from .config import Config, load_config
+from .config import Config, load_config, sources_in_context
 from .decision import Call, Decision, Loser, decide, order_candidates
 from .discovery import PluginRecord, discover
 from .errors import (
@@ -24,9 +25,9 @@ from .errors import (
     did_you_mean,
 )
 from .fingerprint import fingerprint
-from .fork import reset_in_child
+from .fork import renew_all, reset_in_child
 from .log import configure_logging, logger
-from .policy import SelectionPolicy, active_policy
+from .policy import NATIVE, SelectionPolicy, active_policy
 from .registry import OpRegistry, OpRegistrySnapshot
 from .types import BackendLike, DeviceFacts, OpImpl, OpSignature, Rejected, Verdict
 
@@ -74,7 +75,7 @@ class OpManager:
         self._ready = False
         self._initializing = False
         self._device: DeviceFacts | None = self._given_device
-        self._availability: dict[int, tuple[OpImpl, Verdict]] = {}
+        self._availability: dict[tuple[int, DeviceFacts], tuple[OpImpl, Verdict]] = {}
         self._loaded: dict[int, tuple[BackendLike, Rejected | None]] = {}
         self._bound: dict[str, set[str]] = {}
         self._frozen: OpRegistrySnapshot | None = None
@@ -88,11 +89,9 @@ class OpManager:
         self._scoped: dict[SelectionPolicy, _Table] = {}
 
     def _after_fork_in_child(self) -> None:
-        was_ready = self._ready
         self._start_over()
-        if was_ready or self._plugins:
-            self._plugins = ()
-            self._registry.drop_discovered()
+        self._plugins = ()
+        self._registry.drop_discovered()  # all of it: another thread may have been half-way
 
     # ------------------------------------------------------------------ what is known
 
@@ -145,7 +144,7 @@ class OpManager:
         if self._ready and self._pid == os.getpid():
             return
         if self._pid != os.getpid():
-            self._after_fork_in_child()  # forked behind Python's back
+            renew_all()  # forked behind Python's back
         with self._lock:
             if self._ready or self._initializing:  # the latter: a plugin that resolves
                 return
@@ -158,29 +157,33 @@ class OpManager:
                         self._registry, config.plugin_modules, strict=config.policy.strict
                     )
                     config.check_against(self._registry.snapshot(), self._plugin_notes())
+                    device = self.device  # a wrong VLLM_FL_PLATFORM is found here
                 except Exception:
                     self._registry.drop_discovered()
                     raise
                 self._ready = True
             finally:
                 self._initializing = False
-        self._say_hello()
+        self._say_hello(device)
 
     def _plugin_notes(self) -> list[str]:
         return [f"Note: {p.name} failed ({p.error})." for p in self._plugins if not p.ok]
 
-    def _say_hello(self) -> None:
+    def _say_hello(self, device: DeviceFacts) -> None:
+        if not logger.isEnabledFor(logging.INFO):
+            return
         served: dict[str, int] = {}
         names = self._registry.list_operators()
         for op_name in names:
-            winner = self.decide(op_name).winner_id or "nothing"
+            # The pure function: neither a policy context nor strict mode has a say here.
+            winner = self._decide_purely(op_name, self.base_policy).winner_id or "nothing"
             served[winner] = served.get(winner, 0) + 1
         by_backend = ", ".join(f"{name} {count}" for name, count in sorted(served.items()))
         failed = [f"{p.name} ({p.error})" for p in self._plugins if not p.ok]
         logger.info(
             "%s on %s: %d ops, served by %s; %s",
             __version__,
-            self.device.device_class,
+            device.device_class,
             len(names),
             by_backend or "nothing",
             f"FAILED plugins: {'; '.join(failed)}" if failed else "no plugin failed",
@@ -207,7 +210,6 @@ class OpManager:
             if self._frozen is not None and device != self._device:
                 raise DispatchFrozen(_frozen_text(f"the device would become {device}"))
             self._given_device = self._device = device
-            self._availability.clear()
             self._invalidate()
 
     # ---------------------------------------------------------------------- decisions
@@ -315,16 +317,17 @@ class OpManager:
                     f"{op_name}, or leave strict mode."
                 )
             if decision.native:
-                return Binding(op_name, _native, decision)
+                return native_binding(decision)
             if decision.winner is None:
                 raise NoImplementationError(_nothing_text(decision))
+            chain = reachable(decision.candidates, facts_known=known)
             # The whole chain is loaded now, so that no call ever imports anything.
-            if all([self._load(impl) for impl in decision.candidates]):
+            if all([self._load(impl) for impl in chain]):
                 break
         binding = compose(decision, signature, donate=donate, facts_known=known, strict=strict)
         with self._lock:
             ids = self._bound.setdefault(op_name, set())
-            ids.update(impl.impl_id for impl in decision.candidates)
+            ids.update(impl.impl_id for impl in chain)
         return binding
 
     def resolve(self, op_name: str, /) -> Callable[..., Any]:
@@ -341,16 +344,17 @@ class OpManager:
 
     def call(self, op_name: str, /, *args: Any, **kwargs: Any) -> Any:
         """Call the op. An exception of the implementation propagates, with notes."""
-        policy = active_policy()
-        table = self._table if policy is None else self._scoped.get(policy, {})
-        binding = table.get(op_name)
-        if binding is None:
-            binding = self._resolved(op_name)
+        binding = self._binding(op_name)
         try:
             return binding.fn(*args, **kwargs)
         except Exception as error:
             annotate(error, op_name, binding.decision.winner_id, args, kwargs)
             raise
+
+    def _binding(self, op_name: str) -> Binding:
+        policy = active_policy()
+        table = self._table if policy is None else self._scoped.get(policy, {})
+        return table.get(op_name) or self._resolved(op_name)
 
     def _resolved(self, op_name: str) -> Binding:
         self.ensure_initialized()
@@ -365,10 +369,13 @@ class OpManager:
         policy = active_policy()
         if policy is None:
             return self.base_policy, self.config.sources
+        sources = sources_in_context(policy, self.config)
         if policy not in self._checked_policies:
-            Config(policy=policy).check_against(self._registry.snapshot())
+            Config(policy=policy, sources=sources).check_against(
+                self._registry.snapshot(), self._plugin_notes()
+            )
             self._checked_policies.add(policy)
-        return policy, _ContextSources()
+        return policy, sources
 
     def _availability_on(self, impl: OpImpl, device: DeviceFacts) -> Verdict:
         if device != self.device:
@@ -378,9 +385,10 @@ class OpManager:
             _, failure = self._loaded.get(id(backend), (backend, None))
             if failure is not None:
                 return failure
-        known = self._availability.get(id(impl))
+        key = (id(impl), device)
+        known = self._availability.get(key)
         if known is None:
-            known = self._availability[id(impl)] = (impl, impl.availability(device))
+            known = self._availability[key] = (impl, impl.availability(device))
         return known[1]
 
     def _load(self, impl: OpImpl) -> bool:
@@ -416,6 +424,8 @@ class OpManager:
     def _unknown_text(self, op_name: str, snapshot: OpRegistrySnapshot) -> str:
         names = sorted({*snapshot.declarations, *snapshot.impls_by_op})
         notes = "".join(f" {note}" for note in self._plugin_notes())
+        if self._frozen is not None and op_name in self._registry.list_operators():
+            notes = " It was registered after the freeze; not used until thaw."
         return (
             f"unknown op '{op_name}'; known: {', '.join(names) or 'none'}."
             f"{did_you_mean(op_name, names)}{notes}"
@@ -447,20 +457,34 @@ class OpManager:
     def _refuse_other_orders(self, policy: SelectionPolicy) -> None:
         assert self._frozen is not None
         for op_name in self._bound:
-            impls = self._frozen.impls_by_op.get(op_name, ())
-            before = decide(op_name, impls, self.base_policy, self.device, availability=self._here)
-            after = decide(op_name, impls, policy, self.device, availability=self._here)
-            orders = [order_candidates(op_name, impls, p, self.device)[0] for p in
-                      (self.base_policy, policy)]  # fmt: skip
-            if before.candidates != after.candidates or orders[0] != orders[1]:
+            before, after = (self._order_under(p, op_name) for p in (self.base_policy, policy))
+            if before != after:
                 raise DispatchFrozen(
-                    _frozen_text(
-                        f"op '{op_name}' would go from {before.winner_id} to {after.winner_id}"
-                    )
+                    _frozen_text(f"the order of op '{op_name}' would go from {before} to {after}")
                 )
 
-    def _here(self, impl: OpImpl) -> Verdict:
-        return self._availability_on(impl, self.device)
+    def _order_under(self, policy: SelectionPolicy, op_name: str) -> str:
+        """Who can run, in order, with "native" where a layer could choose it."""
+        impls = self._impls_in_force(op_name)
+        usable = {impl.impl_id for impl in self._decide_purely(op_name, policy).candidates}
+        ordered, _ = order_candidates(op_name, impls, policy, self.device)
+        names = [c if isinstance(c, str) else c.impl_id for c in ordered]
+        return ", ".join(n for n in names if n == NATIVE or n in usable) or "nothing"
+
+    def _decide_purely(self, op_name: str, policy: SelectionPolicy) -> Decision:
+        device = self.device
+        return decide(
+            op_name,
+            self._impls_in_force(op_name),
+            policy,
+            device,
+            availability=lambda impl: self._availability_on(impl, device),
+            signature=self._registry.get_signature(op_name),
+        )
+
+    def _impls_in_force(self, op_name: str) -> tuple[OpImpl, ...]:
+        snapshot = self._frozen or self._registry.snapshot()
+        return snapshot.impls_by_op.get(op_name, ())
 
     def fingerprint(self, extra: tuple[str, ...] = ()) -> str:
         """A hash of everything that decides which code runs; see `fingerprint.py`."""
@@ -469,31 +493,20 @@ class OpManager:
         return fingerprint(snapshot, self._policy_in_force()[0], self.device, extra=extra)
 
 
-class _ContextSources(dict[str, str]):
-    """Every value of a context's policy comes from the context."""
-
-    def get(self, key: str, default: Any = None) -> Any:
-        return "policy_context"
-
-
-def _native(*args: Any, **kwargs: Any) -> Any:
-    raise NoImplementationError("native was chosen: call vLLM's own forward")
-
-
 def _all_facts(
     op_name: str, signature: OpSignature | None, facts: Mapping[str, Any] | None
 ) -> bool:
-    """Whether the facts suffice to answer layer guards now."""
-    if facts is None:
-        return False
-    valid = signature.fact_names if signature is not None else ()
-    unknown = [name for name in facts if name not in valid]
-    if unknown and signature is not None:
+    """Whether the facts suffice to answer layer guards now; an op without any has them all."""
+    if signature is None:
+        return True
+    valid = signature.fact_names
+    unknown = [name for name in facts or () if name not in valid]
+    if unknown:
         raise TypeError(
             f"bind('{op_name}'): unknown fact {unknown[0]!r}; valid: "
             f"{', '.join(valid) or 'none'}.{did_you_mean(unknown[0], valid)}"
         )
-    return all(name in facts for name in valid)
+    return signature.facts is None or (facts is not None and all(n in facts for n in valid))
 
 
 def _nothing_text(decision: Decision) -> str:
@@ -545,7 +558,13 @@ def reset_default_manager() -> None:
 
 def call_op(op_name: str, /, *args: Any, **kwargs: Any) -> Any:
     """Call an op through the default manager."""
-    return (_default.manager or get_default_manager()).call(op_name, *args, **kwargs)
+    # OpManager.call once more, because passing the arguments on through it costs 100 ns.
+    binding = (_default.manager or get_default_manager())._binding(op_name)
+    try:
+        return binding.fn(*args, **kwargs)
+    except Exception as error:
+        annotate(error, op_name, binding.decision.winner_id, args, kwargs)
+        raise
 
 
 def resolve_op(op_name: str, /) -> Callable[..., Any]:

@@ -15,6 +15,7 @@ __all__ = [
     "NATIVE",
     "SelectionPolicy",
     "active_policy",
+    "check_kind",
     "check_token",
     "policy_context",
     "token_matches",
@@ -58,7 +59,7 @@ class SelectionPolicy:
     def __post_init__(self) -> None:
         set_ = object.__setattr__
         if self.prefer is not None:
-            set_(self, "prefer", _check_kind(self.prefer))
+            set_(self, "prefer", check_kind(self.prefer))
         if not isinstance(self.strict, bool):
             raise ConfigError(f"SelectionPolicy: strict must be a bool, found {self.strict!r}")
         set_(self, "per_op_order", _freeze_orders(self.per_op_order))
@@ -73,14 +74,15 @@ class SelectionPolicy:
         return dict(self.per_op_order).get(op_name, ())
 
 
-def check_token(token: str) -> str:
+def check_token(token: object) -> str:
     """Return the order token, or raise ConfigError naming the valid forms."""
-    head, _, tail = token.partition(":")
-    if token in (*_KINDS, NATIVE) or (head in ("vendor", "impl") and tail):
-        return token
+    if isinstance(token, str):
+        head, _, tail = token.partition(":")
+        if token in (*_KINDS, NATIVE) or (head in ("vendor", "impl") and tail):
+            return token
     raise ConfigError(
         f'unknown order token "{token}"; valid: {", ".join(TOKEN_FORMS)}.'
-        f"{did_you_mean(token, (*_KINDS, NATIVE))}"
+        f"{did_you_mean(str(token), (*_KINDS, NATIVE))}"
     )
 
 
@@ -94,12 +96,12 @@ def token_matches(token: str, impl: OpImpl) -> bool:
     return impl.kind.value == token
 
 
-def _check_kind(value: object) -> str:
+def check_kind(value: object) -> str:
+    """Return the kind's word, or raise ConfigError naming the valid ones."""
     text = value.value if isinstance(value, BackendImplKind) else value
     if text not in _KINDS:
         raise ConfigError(
-            f'prefer: unknown kind "{value}"; valid: {", ".join(_KINDS)}.'
-            f"{did_you_mean(str(value), _KINDS)}"
+            f'unknown kind "{value}"; valid: {", ".join(_KINDS)}.{did_you_mean(str(value), _KINDS)}'
         )
     return str(text)
 
@@ -107,12 +109,19 @@ def _check_kind(value: object) -> str:
 def _freeze_orders(value: object) -> tuple[tuple[str, tuple[str, ...]], ...]:
     pairs = value.items() if isinstance(value, Mapping) else value
     orders: dict[str, tuple[str, ...]] = {}
-    for op_name, tokens in pairs:  # type: ignore[attr-defined]
-        if isinstance(tokens, str):
+    try:
+        entries = [(op_name, tokens) for op_name, tokens in pairs]  # type: ignore[attr-defined]
+    except (TypeError, ValueError):
+        raise ConfigError(
+            f"per_op_order must map op names to lists of order tokens, found {value!r}"
+        ) from None
+    for op_name, tokens in entries:
+        if isinstance(tokens, str) or not isinstance(tokens, Iterable):
             raise ConfigError(
-                f"per_op_order: the order of '{op_name}' must be a list of tokens, "
-                f'found the string "{tokens}"'
+                f"per_op_order: the order of '{op_name}' must be a list of tokens, found {tokens!r}"
             )
+        if op_name in orders:
+            raise ConfigError(f"per_op_order: the op '{op_name}' is given twice")
         orders[op_name] = tuple(check_token(token) for token in tokens)
     return tuple(sorted(orders.items()))
 
@@ -163,7 +172,7 @@ def _current() -> SelectionPolicy:
 @contextlib.contextmanager
 def with_preference(prefer: str | BackendImplKind) -> Iterator[SelectionPolicy]:
     """The current policy, with this kind first."""
-    with policy_context(replace(_current(), prefer=_check_kind(prefer))) as policy:
+    with policy_context(replace(_current(), prefer=check_kind(prefer))) as policy:
         yield policy
 
 

@@ -130,8 +130,9 @@ class OpRegistry:
             if known is not None:
                 if known != signature:
                     raise RegistrationError(
-                        f"op '{signature.op_name}' is declared as {known}; "
-                        f"it cannot be declared again as {signature}"
+                        f"op '{signature.op_name}' is declared as {known}; it cannot be "
+                        f"declared again as {signature}{_differences(known, signature)}. "
+                        "Declare it once, or give the other op a name of its own."
                     )
                 return
             for impl in state.impls.get(signature.op_name, {}).values():
@@ -183,7 +184,7 @@ class OpRegistry:
         with self._lock:
             state = self._state
             tables = {op: dict(table) for op, table in state.impls.items()}
-            added: list[tuple[OpImpl, Origin]] = []
+            added: list[OpImpl] = []
             for impl in incoming:
                 if not isinstance(impl, OpImpl):
                     raise RegistrationError(
@@ -194,23 +195,19 @@ class OpRegistry:
                 if taken is not None:
                     raise DuplicateImplementationError(
                         f"op '{impl.op_name}' already has an implementation "
-                        f"'{impl.impl_id}', registered by {taken.origin} (module "
-                        f"{taken.origin.module if taken.origin else '?'}); {origin} (module "
-                        f"{origin.module}) registers it again. Choose another impl_id, "
+                        f"'{impl.impl_id}', registered by {_whence(taken.origin)}; "
+                        f"{_whence(origin)} registers it again. Choose another impl_id, "
                         f"for example '{impl.impl_id}.2', or unregister the first."
                     )
                 signature = state.declarations.get(impl.op_name)
                 if signature is not None:
                     self._check_signature(impl, signature, origin)
-                stored = replace(impl, origin=origin) if impl.origin is not None else impl
+                stored = replace(impl, origin=origin)
                 tables.setdefault(impl.op_name, {})[impl.impl_id] = stored
-                added.append((stored, origin))
-            for stored, origin in added:
-                # The one write to a frozen record: it is completed when it is accepted.
-                object.__setattr__(stored, "origin", origin)
+                added.append(stored)
             if added:
                 self._swap(replace(state, impls=tables))
-            for stored, _ in added:
+            for stored in added:
                 self._record("add", stored.op_name, stored.impl_id, None)
 
     def get_implementations(self, op_name: str) -> tuple[OpImpl, ...]:
@@ -377,6 +374,20 @@ class OpRegistry:
             raise RegistrationError(
                 f"{who}: mutates names {unknown}, which are not parameters of {signature}"
             )
+
+
+def _whence(origin: Origin | None) -> str:
+    return f"{origin} (module {origin.module})" if origin is not None else "an unknown origin"
+
+
+def _differences(known: OpSignature, new: OpSignature) -> str:
+    """What the text of a signature does not show."""
+    shown = [
+        f"{name} {getattr(new, name)!r} instead of {getattr(known, name)!r}"
+        for name in ("inplace", "fact_names", "selector")
+        if getattr(new, name) != getattr(known, name)
+    ]
+    return f" with {', '.join(shown)}" if shown else ""
 
 
 def _is_manual(impl: OpImpl) -> bool:

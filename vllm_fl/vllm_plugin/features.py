@@ -1,0 +1,61 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What this vLLM offers: tested for, never derived from a version number."""
+
+from __future__ import annotations
+
+import importlib
+import importlib.util
+from typing import Any
+
+from ..backends.vendor.devices import VENDORS, detect, facts_of
+from ..dispatch.types import DeviceFacts
+
+__all__ = ["batch_invariant", "find_class", "platform_device", "platform_has_kernels"]
+
+
+def find_class(path: str) -> type | None:
+    """The class at ``module:Name``, or None where this vLLM has no such module or class."""
+    module_name, _, class_name = path.partition(":")
+    try:
+        module = importlib.import_module(module_name)
+    except ModuleNotFoundError as error:
+        if error.name is not None and module_name.startswith(error.name):
+            return None  # this release does not have it
+        raise  # it has it, and something else is broken
+    found: Any = getattr(module, class_name, None)
+    return found if isinstance(found, type) else None
+
+
+def platform_device() -> DeviceFacts:
+    """The device facts of the platform that vLLM chose, without touching the device."""
+    from vllm.platforms import current_platform
+
+    if current_platform.is_cpu():
+        return facts_of("cpu")
+    if current_platform.is_rocm():
+        return facts_of("rocm")
+    if current_platform.is_cuda():
+        return facts_of("cuda")
+    if current_platform.is_xpu():
+        return facts_of("xpu")
+    device_type = current_platform.device_type
+    found = detect(None)
+    if found.device_type == device_type:
+        return found
+    vendors = [info.name for info in VENDORS if info.device_type == device_type]
+    name = vendors[0] if len(vendors) == 1 else device_type
+    return DeviceFacts(name, device_type)
+
+
+def platform_has_kernels() -> bool:
+    """Whether vLLM brings compiled kernels for its layers' forwards on this platform."""
+    from vllm.platforms import current_platform
+
+    return bool(current_platform.is_cuda_alike() or current_platform.is_xpu())
+
+
+def batch_invariant() -> bool:
+    """Whether vLLM was asked for results that do not depend on the batch."""
+    from vllm import envs
+
+    return bool(getattr(envs, "VLLM_BATCH_INVARIANT", False))

@@ -1,0 +1,140 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The route table of a worker: for each op what serves it, in how many layers, how often."""
+
+from __future__ import annotations
+
+import os
+from typing import Any
+
+from ..dispatch.log import logger
+from ..dispatch.manager import get_default_manager
+from ..dispatch.policy import NATIVE
+from .layers.serve import records
+
+__all__ = ["RPC_NAME", "merge_rows", "route_rows", "rpc"]
+
+RPC_NAME = "vllm_fl_dispatch"
+"""The worker's method for `collective_rpc`."""
+
+
+def route_rows() -> list[dict[str, Any]]:
+    """One row per op, implementation and mode, JSON-ready.
+
+    Keys: op, impl_id, kind, mode, bound (layers), calls (counted since counting was switched
+    on), reason, rejected (a list of {"impl_id", "reason"}).
+    """
+    rows: dict[tuple[str, str, str, str], dict[str, Any]] = {}
+    for record in records:
+        if record.layer() is None:
+            continue
+        for served in record.ops:
+            binding = served.binding
+            if binding is None:
+                _row(rows, served.op, NATIVE, NATIVE, record.mode, served.native_reason)[
+                    "bound"
+                ] += 1
+                continue
+            winner = binding.decision.winner
+            assert winner is not None
+            kinds = {impl.impl_id: impl.kind.value for impl in binding.decision.candidates}
+            row = _row(
+                rows, served.op, winner.impl_id, winner.kind.value, record.mode,
+                binding.decision.reason,
+            )  # fmt: skip
+            row["bound"] += 1
+            _reject(row, ((r.impl_id, r.reason) for r in binding.decision.rejected()))
+            for impl_id, reasons in binding.call_rejections.items():
+                _reject(row, ((impl_id, f"some calls: {reason}") for reason in reasons))
+            for impl_id, calls in served.calls.items():
+                reason = (
+                    binding.decision.reason
+                    if impl_id == winner.impl_id
+                    else f"calls that {winner.impl_id} refuses"
+                )
+                _row(rows, served.op, impl_id, kinds[impl_id], record.mode, reason)["calls"] += (
+                    calls
+                )
+    return [rows[key] for key in sorted(rows)]
+
+
+def _row(
+    rows: dict[tuple[str, str, str, str], dict[str, Any]],
+    op: str,
+    impl_id: str,
+    kind: str,
+    mode: str,
+    reason: str,
+) -> dict[str, Any]:
+    return rows.setdefault(
+        (op, impl_id, mode, reason),
+        {
+            "op": op,
+            "impl_id": impl_id,
+            "kind": kind,
+            "mode": mode,
+            "bound": 0,
+            "calls": 0,
+            "reason": reason,
+            "rejected": [],
+        },
+    )
+
+
+def _reject(row: dict[str, Any], refusals: Any) -> None:
+    for impl_id, reason in refusals:
+        entry = {"impl_id": impl_id, "reason": reason}
+        if entry not in row["rejected"]:
+            row["rejected"].append(entry)
+
+
+def merge_rows(tables: list[list[dict[str, Any]]]) -> list[dict[str, Any]]:
+    """One table from those of several workers: bound and calls add up."""
+    rows: dict[tuple[str, str, str, str], dict[str, Any]] = {}
+    for table in tables:
+        for row in table:
+            merged = _row(rows, row["op"], row["impl_id"], row["kind"], row["mode"], row["reason"])
+            merged["bound"] += row["bound"]
+            merged["calls"] += row["calls"]
+            _reject(merged, ((r["impl_id"], r["reason"]) for r in row["rejected"]))
+    return [rows[key] for key in sorted(rows)]
+
+
+def log_summary() -> None:
+    """One line: what serves each op of the model that was just loaded."""
+    parts = [
+        f"{row['op']} -> {row['impl_id']} x{row['bound']}" for row in route_rows() if row["bound"]
+    ]
+    logger.info("model loaded: %s", ", ".join(parts) or "no layer that vllm_fl knows")
+
+
+def rpc(worker: Any, request: str = "routes") -> dict[str, Any]:
+    """Answer `collective_rpc("vllm_fl_dispatch", args=(request,))`.
+
+    Args:
+        request: "routes", "count" (start counting calls from zero) or "uncount" (stop).
+
+    Returns:
+        {"pid", "rank", "device", "frozen", "ops"}, or {"error"}: it never raises, because an
+        exception would leave the engine waiting for the other ranks' replies.
+    """
+    try:
+        if request not in ("routes", "count", "uncount"):
+            return {"error": f"unknown request {request!r}; valid: routes, count, uncount"}
+        if request == "count":
+            for record in records:
+                for served in record.ops:
+                    served.calls.clear()
+        if request != "routes":
+            for record in records:
+                record.set_counting(request == "count")
+        manager = get_default_manager()
+        return {
+            "pid": os.getpid(),
+            "rank": int(getattr(worker, "rank", 0)),
+            "device": manager.device.device_class,
+            "frozen": manager.frozen,
+            "ops": route_rows(),
+        }
+    except Exception as error:
+        logger.exception("%s(%r) failed", RPC_NAME, request)
+        return {"error": f"{type(error).__name__}: {error}"}
