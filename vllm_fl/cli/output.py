@@ -42,4 +42,5 @@ def print_table(stream: TextIO, columns: Sequence[str], rows: Sequence[Sequence[
         table.add_row(*(str(cell) for cell in row))
     terminal = stream.isatty()
     width = None if terminal else 110
-    Console(file=stream, width=width, highlight=False, markup=False).print(table)
+    console = Console(file=stream, width=width, highlight=False, markup=False, emoji=False)
+    console.print(table)

@@ -9,13 +9,13 @@ device's shipped policy, then the default. ``op_backends`` merges op by op; deny
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any
 
 from .errors import ConfigError, did_you_mean
-from .policy import SelectionPolicy, check_kind, check_token, token_matches
+from .policy import SelectionPolicy, check_kind, check_order_key, check_token, token_matches
 from .registry import OpRegistrySnapshot
 
 __all__ = [
@@ -106,14 +106,24 @@ def _orders_text(text: str) -> dict[str, tuple[str, ...]]:
             )
         if op_name in orders:
             raise ConfigError(f'the op "{op_name}" is given twice')
-        orders[op_name] = _tokens(tokens)
+        orders[check_order_key(op_name)] = _tokens(tokens)
     return orders
 
 
 def _orders_data(value: Any) -> dict[str, tuple[str, ...]]:
     if not isinstance(value, Mapping):
         raise ConfigError(f"must map op names to lists of order tokens, found {_typed(value)}")
-    return {str(op): _tokens(tokens) for op, tokens in value.items()}
+    return {key: _tokens(tokens) for key, tokens in _split_by_mode(value)}
+
+
+def _split_by_mode(orders: Mapping[Any, Any]) -> Iterator[tuple[str, Any]]:
+    """Orders by key: {"op": {"eager": [...]}} gives "op@eager"."""
+    for op_name, order in orders.items():
+        if isinstance(order, Mapping):
+            for mode, tokens in order.items():
+                yield check_order_key(f"{op_name}@{mode}"), tokens
+        else:
+            yield check_order_key(str(op_name)), order
 
 
 def _tokens(value: Any) -> tuple[str, ...]:
@@ -155,7 +165,8 @@ SETTINGS: tuple[Setting, ...] = (
          "orders are closed.", _bool_text, _bool_data, "0"),
     _row("PER_OP", "op_backends", "op=token|token;op2=token",
          "The order for an op. Tokens: flagos, vendor, vendor:<name>, reference, "
-         "impl:<impl_id>, native. In YAML: op: [token, token].", _orders_text, _orders_data),
+         "impl:<impl_id>, native. op@eager or op@compiled is for that mode alone. In YAML: "
+         "op: [token, token], or op: {compiled: [token]}.", _orders_text, _orders_data),
     _row("ALLOW_VENDORS", "allow_vendors", "name,name", "Only these vendors.",
          _names_text, _names_data),
     _row("DENY_VENDORS", "deny_vendors", "name,name", "Not these vendors.",
@@ -255,8 +266,9 @@ class Config:
         registered = {i.vendor for impls in snapshot.impls_by_op.values() for i in impls}
         vendors = {*snapshot.vendors, *(v for v in registered if v)}
         more = "".join(f" {note}" for note in notes)
-        for op_name, tokens in self.policy.per_op_order:
-            source = self.sources.get(f"per_op_order.{op_name}", "the policy")
+        for key, tokens in self.policy.per_op_order:
+            source = self.sources.get(f"per_op_order.{key}", "the policy")
+            op_name = key.partition("@")[0]
             check_names([op_name], ops, what="op", source=source, more=more)
             for token in tokens:
                 head, _, tail = token.partition(":")
@@ -438,13 +450,14 @@ def _check_keys(
             )
         if key == "op_backends" and isinstance(value, Mapping):
             values[key] = {}
-            for op_name, tokens in value.items():
+            for op_name, order in value.items():
                 where = inner.get((key, str(op_name)), place)
                 try:
-                    values[key][str(op_name)] = _tokens(tokens)
+                    for order_key, tokens in _split_by_mode({op_name: order}):
+                        values[key][order_key] = _tokens(tokens)
+                        kept[f"per_op_order.{order_key}"] = where
                 except ConfigError as error:
                     raise ConfigError(f"{where}: {key}.{op_name}: {error}") from None
-                kept[f"per_op_order.{op_name}"] = where
             continue
         try:
             values[key] = setting.from_data(value)
@@ -461,11 +474,13 @@ def _merge(given: Sequence[_Given]) -> Config:
         for name, value in source.values.items():
             if name == "op_backends":
                 orders = values.setdefault(name, {})
-                for op_name, tokens in value.items():
-                    if op_name not in orders:
-                        orders[op_name] = tokens
-                        place = source.places.get(f"per_op_order.{op_name}")
-                        sources[f"per_op_order.{op_name}"] = place or source.places[name]
+                stronger = tuple(orders)
+                for key, tokens in value.items():
+                    # An order for both modes, given earlier, outranks one for a single mode.
+                    if key not in stronger and key.partition("@")[0] not in stronger:
+                        orders[key] = tokens
+                        place = source.places.get(f"per_op_order.{key}")
+                        sources[f"per_op_order.{key}"] = place or source.places[name]
             elif name in _UNITED:
                 values[name] = tuple(dict.fromkeys((*values.get(name, ()), *value)))
                 before = sources.get(name)

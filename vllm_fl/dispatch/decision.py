@@ -19,7 +19,19 @@ from .types import (
     as_verdict,
 )
 
-__all__ = ["Call", "Decision", "Loser", "annotate_guard", "decide", "order_candidates"]
+__all__ = [
+    "LEFT_TO_COMPILER",
+    "Call",
+    "Decision",
+    "Loser",
+    "annotate_guard",
+    "decide",
+    "order_candidates",
+]
+
+
+LEFT_TO_COMPILER = "left to the compiler"
+"""Why an op is native in compiled mode where nobody asked for a dispatch."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -134,7 +146,11 @@ class Decision:
 
 
 def order_candidates(
-    op_name: str, impls: Sequence[OpImpl], policy: SelectionPolicy, device: DeviceFacts
+    op_name: str,
+    impls: Sequence[OpImpl],
+    policy: SelectionPolicy,
+    device: DeviceFacts,
+    mode: str = "eager",
 ) -> tuple[list[OpImpl | str], list[OpImpl]]:
     """Order implementations by policy, then priority.
 
@@ -147,7 +163,7 @@ def order_candidates(
     default = sorted(impls, key=lambda impl: _rank(impl, device))
     if policy.prefer is not None:
         default.sort(key=lambda i: i.kind.value != policy.prefer)  # stable
-    tokens = policy.order_for(op_name)
+    tokens = policy.order_for(op_name, mode)
     ordered: list[OpImpl | str] = []
     for token in tokens:
         if token == NATIVE:
@@ -177,6 +193,7 @@ def decide(
     call: Call | None = None,
     mode: str = "eager",
     layer: bool = False,
+    dispatch_compiled: bool = False,
     batch_invariant: bool = False,
     sources: Mapping[str, str] | None = None,
 ) -> Decision:
@@ -185,19 +202,24 @@ def decide(
     Args:
         availability: answers for one implementation; the manager's answer is remembered.
         facts: the layer's facts; `supports_layer` guards are asked when given, or when the
-            op has none.
+            op is declared without any.
         call: a call's arguments; both guards are asked when given.
         mode: "eager" or "compiled".
         layer: whether "native" (vLLM's own forward) can be chosen.
+        dispatch_compiled: in compiled mode a layer's op is native unless this is set or the
+            policy has an order for the op.
         batch_invariant: only implementations that are marked so.
         sources: policy field (or "per_op_order.<op>") to where its value came from.
     """
-    if facts is None:
-        if signature is None or signature.facts is None:
+    if facts is None and signature is not None:
+        if signature.facts is None:
             facts = {}  # the op has none
         elif call is not None:
             facts = signature.facts(*call.args, **call.kwargs)
-    ordered, left_out = order_candidates(op_name, impls, policy, device)
+    ordered, left_out = order_candidates(op_name, impls, policy, device, mode)
+    has_order = bool(policy.order_for(op_name, mode))
+    if mode == "compiled" and layer and not dispatch_compiled and not has_order:
+        ordered.insert(0, NATIVE)
     losers: list[Loser] = []
     usable: list[OpImpl] = []
     first_rejected: Loser | None = None
@@ -213,30 +235,22 @@ def decide(
             else:
                 native = True
             continue
-        if usable or native:
-            # Its call guard is not asked: it only runs if a call guard refuses the winner.
-            refusal = _policy_refusal(op_name, candidate, policy, batch_invariant)
-            if refusal is None and not native:
-                refusal = _as_refusal(availability(candidate)) or _guard_refusal(
-                    candidate, facts, None
-                )
-                if refusal is None:
-                    usable.append(candidate)
-            losers.append(
-                _loser(candidate, refusal) if refusal else _behind(candidate, usable, device)
-            )
-            continue
-        refusal = _policy_refusal(op_name, candidate, policy, batch_invariant) or _as_refusal(
-            availability(candidate)
-        )
-        if refusal is None:
-            refusal = _guard_refusal(candidate, facts, call)
-            if refusal is not None and first_rejected is None:
-                first_rejected = _loser(candidate, refusal)
-        if refusal is None:
-            usable.append(candidate)
-        else:
+        # Compared with None throughout, because a Rejected is false.
+        refusal = _policy_refusal(op_name, candidate, policy, batch_invariant)
+        if refusal is None and not native:
+            refusal = _as_refusal(availability(candidate))
+            if refusal is None:
+                # Behind the winner a call guard is asked only when the winner's refuses a call.
+                refusal = _guard_refusal(candidate, facts, None if usable else call)
+                if refusal is not None and not usable and first_rejected is None:
+                    first_rejected = _loser(candidate, refusal)
+        if refusal is not None:
             losers.append(_loser(candidate, refusal))
+            continue
+        if usable or native:
+            losers.append(_behind(candidate, usable, device))
+        if not native:
+            usable.append(candidate)
     losers += [
         Loser(
             impl.impl_id,
@@ -252,7 +266,7 @@ def decide(
         mode=mode,
         winner=winner,
         native=native,
-        reason=_reason(op_name, winner, native, policy, impls, sources or {}),
+        reason=_reason(op_name, winner, native, policy, impls, sources or {}, mode),
         losers=tuple(losers),
         candidates=() if native else tuple(usable),
         first_choice_rejected=first_rejected,
@@ -345,15 +359,19 @@ def _reason(
     policy: SelectionPolicy,
     impls: Sequence[OpImpl],
     sources: Mapping[str, str],
+    mode: str,
 ) -> str:
-    per_op = sources.get(f"per_op_order.{op_name}", "the policy")
+    tokens = policy.order_for(op_name, mode)
+    per_op = sources.get(f"per_op_order.{policy.order_key(op_name, mode)}", "the policy")
+    if native and not tokens:
+        return LEFT_TO_COMPILER
     if native:
         return f"the order for {op_name} names native (from {per_op})"
     if winner is None:
         if not impls:
             return "no implementation is registered"
         return "every implementation was rejected"
-    if any(token_matches(token, winner) for token in policy.order_for(op_name)):
+    if any(token_matches(token, winner) for token in tokens):
         return f"the order for {op_name} names it (from {per_op})"
     if policy.prefer == winner.kind.value:
         return f"prefer = {policy.prefer} (from {sources.get('prefer', 'the policy')})"
@@ -382,10 +400,10 @@ def describe_policy(
         if value != getattr(default, name):
             shown = sorted(value) if isinstance(value, frozenset) else value
             described[name] = {"value": shown, "source": sources.get(name, "the policy")}
-    for op, tokens in policy.per_op_order:
-        if op_name is None or op == op_name:
-            described[f"op_backends.{op}"] = {
+    for key, tokens in policy.per_op_order:
+        if op_name is None or key.partition("@")[0] == op_name:
+            described[f"op_backends.{key}"] = {
                 "value": list(tokens),
-                "source": sources.get(f"per_op_order.{op}", "the policy"),
+                "source": sources.get(f"per_op_order.{key}", "the policy"),
             }
     return described

@@ -59,6 +59,11 @@ class PluginRecord:
         """Whether it registered without an error."""
         return self.error is None
 
+    def strict_error(self) -> PluginError:
+        """What strict mode raises for a failure."""
+        origin = Origin(self.source, self.name, self.package, self.version)
+        return PluginError(f"{origin} failed and strict mode is on: {self.error}")
+
     def to_dict(self) -> dict[str, Any]:
         """JSON-ready data."""
         return {name: getattr(self, name) for name in self.__slots__}
@@ -155,7 +160,7 @@ def _run(
     )
     if error is not None:
         if strict:
-            raise PluginError(f"{origin} failed and strict mode is on: {record.error}") from error
+            raise record.strict_error() from error
         logger.error("%s failed and registered nothing: %s", origin, record.error)
         logger.debug("%s", record.traceback)
     for op_name in record.undeclared:

@@ -7,12 +7,12 @@ import hashlib
 import inspect
 import json
 from collections.abc import Iterable
-from functools import lru_cache
+from functools import lru_cache, partial
 from typing import Any
 
 from .. import __version__
 from .decision import describe_policy, order_candidates
-from .policy import SelectionPolicy
+from .policy import MODES, SelectionPolicy
 from .registry import OpRegistrySnapshot
 from .types import DeviceFacts, OpImpl
 
@@ -33,11 +33,12 @@ def fingerprint(
     """
     ops: dict[str, Any] = {}
     for op_name, impls in snapshot.impls_by_op.items():
-        ordered, left_out = order_candidates(op_name, impls, policy, device)
-        ops[op_name] = {
-            "order": [c if isinstance(c, str) else _identity(c) for c in ordered],
-            "left_out": [impl.impl_id for impl in left_out],
-        }
+        for mode in MODES:
+            ordered, left_out = order_candidates(op_name, impls, policy, device, mode)
+            ops[f"{op_name}@{mode}"] = {
+                "order": [c if isinstance(c, str) else _identity(c) for c in ordered],
+                "left_out": [impl.impl_id for impl in left_out],
+            }
     facts = {
         "vllm_fl": __version__,
         "policy": {k: v["value"] for k, v in describe_policy(None, policy, {}).items()},
@@ -52,18 +53,24 @@ def _identity(impl: OpImpl) -> list[str]:
     origin = impl.origin
     package = f"{origin.package} {origin.version}" if origin is not None else ""
     guards = (impl.fn, impl.supports_layer, impl.supports)
-    return [impl.impl_id, str(int(impl.priority)), package, *map(_source_hash, guards)]
+    marks = (str(int(impl.priority)), ",".join(impl.mutates), str(impl.batch_invariant))
+    return [impl.impl_id, *marks, package, *map(_source_hash, guards)]
 
 
 def _source_hash(function: Any) -> str:
-    """Hash of the file that defines a function; empty where there is none (built-ins)."""
-    if function is None:
-        return ""
-    try:
-        path = inspect.getsourcefile(inspect.unwrap(getattr(function, "__func__", function)))
-    except TypeError:
-        return ""
-    return _file_hash(path) if path else ""
+    """Hash of the file that defines a function, or the class of a callable object; empty where
+    there is none (built-ins)."""
+    while isinstance(function, partial):
+        function = function.func
+    function = inspect.unwrap(getattr(function, "__func__", function))
+    for owner in (function, type(function)):
+        try:
+            path = inspect.getsourcefile(owner)
+        except TypeError:
+            continue
+        if path:
+            return _file_hash(path)
+    return ""
 
 
 @lru_cache(maxsize=256)

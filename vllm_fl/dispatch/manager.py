@@ -27,7 +27,7 @@ from .errors import (
 from .fingerprint import fingerprint
 from .fork import renew_all, reset_in_child
 from .log import configure_logging, logger
-from .policy import NATIVE, SelectionPolicy, active_policy
+from .policy import MODES, NATIVE, SelectionPolicy, active_policy
 from .registry import OpRegistry, OpRegistrySnapshot
 from .types import BackendLike, DeviceFacts, OpImpl, OpSignature, Rejected, Verdict
 
@@ -176,7 +176,10 @@ class OpManager:
         names = self._registry.list_operators()
         for op_name in names:
             # The pure function: neither a policy context nor strict mode has a say here.
-            winner = self._decide_purely(op_name, self.base_policy).winner_id or "nothing"
+            try:
+                winner = self._decide_purely(op_name, self.base_policy).winner_id or "nothing"
+            except Exception:  # told, with its traceback, to whoever binds the op
+                winner = "a guard that raises"
             served[winner] = served.get(winner, 0) + 1
         by_backend = ", ".join(f"{name} {count}" for name, count in sorted(served.items()))
         failed = [f"{p.name} ({p.error})" for p in self._plugins if not p.ok]
@@ -194,11 +197,15 @@ class OpManager:
 
         Raises:
             ConfigError: it names an op, vendor or implementation that is not known.
+            PluginError: it is strict, and a plugin has failed.
             DispatchFrozen: it would change a decision that a loaded model relies on.
         """
         self.ensure_initialized()
         with self._lock:
             config.check_against(self._registry.snapshot(), self._plugin_notes())
+            failed = [record for record in self._plugins if not record.ok]
+            if config.policy.strict and failed:
+                raise failed[0].strict_error()
             if self._frozen is not None:
                 self._refuse_other_orders(config.policy)
             self._config = config
@@ -224,6 +231,7 @@ class OpManager:
         call: Call | None = None,
         mode: str = "eager",
         layer: bool = False,
+        dispatch_compiled: bool = False,
         batch_invariant: bool = False,
     ) -> Decision:
         """The Decision under the policy in force; loads nothing and calls no implementation.
@@ -256,6 +264,7 @@ class OpManager:
             call=call,
             mode=mode,
             layer=layer,
+            dispatch_compiled=dispatch_compiled,
             batch_invariant=batch_invariant,
             sources=sources,
         )
@@ -293,6 +302,7 @@ class OpManager:
         facts: Mapping[str, Any] | None = None,
         mode: str = "eager",
         layer: bool = False,
+        dispatch_compiled: bool = False,
         batch_invariant: bool = False,
     ) -> Binding:
         """As `bind`, and returns the decision too. With `layer`, native may win: then `fn`
@@ -306,6 +316,7 @@ class OpManager:
                 facts=facts if known else None,
                 mode=mode,
                 layer=layer,
+                dispatch_compiled=dispatch_compiled,
                 batch_invariant=batch_invariant,
             )
             strict = self._policy_in_force()[0].strict
@@ -467,9 +478,12 @@ class OpManager:
         """Who can run, in order, with "native" where a layer could choose it."""
         impls = self._impls_in_force(op_name)
         usable = {impl.impl_id for impl in self._decide_purely(op_name, policy).candidates}
-        ordered, _ = order_candidates(op_name, impls, policy, self.device)
-        names = [c if isinstance(c, str) else c.impl_id for c in ordered]
-        return ", ".join(n for n in names if n == NATIVE or n in usable) or "nothing"
+        orders = []
+        for mode in MODES:
+            ordered, _ = order_candidates(op_name, impls, policy, self.device, mode)
+            names = [c if isinstance(c, str) else c.impl_id for c in ordered]
+            orders.append(", ".join(n for n in names if n == NATIVE or n in usable) or "nothing")
+        return orders[0] if orders[0] == orders[1] else f"{orders[0]} (compiled: {orders[1]})"
 
     def _decide_purely(self, op_name: str, policy: SelectionPolicy) -> Decision:
         device = self.device
@@ -498,7 +512,7 @@ def _all_facts(
 ) -> bool:
     """Whether the facts suffice to answer layer guards now; an op without any has them all."""
     if signature is None:
-        return True
+        return facts is not None
     valid = signature.fact_names
     unknown = [name for name in facts or () if name not in valid]
     if unknown:

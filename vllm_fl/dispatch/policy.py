@@ -12,10 +12,12 @@ from .errors import ConfigError, did_you_mean
 from .types import BackendImplKind, OpImpl
 
 __all__ = [
+    "MODES",
     "NATIVE",
     "SelectionPolicy",
     "active_policy",
     "check_kind",
+    "check_order_key",
     "check_token",
     "policy_context",
     "token_matches",
@@ -27,6 +29,9 @@ __all__ = [
 
 NATIVE = "native"
 """The order token for vLLM's own forward."""
+
+MODES = ("eager", "compiled")
+"""The two questions: is the layer's forward run as it is, or traced by the compiler?"""
 
 _KINDS = tuple(kind.value for kind in BackendImplKind)
 TOKEN_FORMS = (*_KINDS, "vendor:<name>", "impl:<impl_id>", NATIVE)
@@ -40,7 +45,8 @@ class SelectionPolicy:
         prefer: "flagos", "vendor" or "reference": this kind first, the others after it.
         strict: plugin errors raise, and a guard's rejection of the first choice is an error.
         per_op_order: op name to order tokens ("flagos", "vendor", "vendor:<name>",
-            "reference", "impl:<impl_id>", "native"). Takes a mapping or pairs. Under
+            "reference", "impl:<impl_id>", "native"). Takes a mapping or pairs. The key
+            "op@eager" or "op@compiled" is for that mode and goes before "op". Under
             strict the order is closed, otherwise the default order follows it.
         allow_vendors: only these vendors' implementations; None allows all.
         deny_vendors: not these vendors' implementations.
@@ -69,9 +75,14 @@ class SelectionPolicy:
         for name in ("deny_vendors", "flagos_blacklist"):
             set_(self, name, _freeze_names(name, getattr(self, name)))
 
-    def order_for(self, op_name: str) -> tuple[str, ...]:
-        """The order tokens of an op; empty where the policy does not name it."""
-        return dict(self.per_op_order).get(op_name, ())
+    def order_for(self, op_name: str, mode: str = "eager") -> tuple[str, ...]:
+        """The order tokens of an op in a mode; empty where the policy does not name it."""
+        return dict(self.per_op_order).get(self.order_key(op_name, mode), ())
+
+    def order_key(self, op_name: str, mode: str) -> str:
+        """The key under which the order of an op in a mode is given: "op@mode", else "op"."""
+        split = f"{op_name}@{mode}"
+        return split if any(key == split for key, _ in self.per_op_order) else op_name
 
 
 def check_token(token: object) -> str:
@@ -84,6 +95,16 @@ def check_token(token: object) -> str:
         f'unknown order token "{token}"; valid: {", ".join(TOKEN_FORMS)}.'
         f"{did_you_mean(str(token), (*_KINDS, NATIVE))}"
     )
+
+
+def check_order_key(key: str) -> str:
+    """Return the key of an order ("op", "op@eager" or "op@compiled"), or raise ConfigError."""
+    _, separator, mode = str(key).partition("@")
+    if separator and mode not in MODES:
+        raise ConfigError(
+            f'"{key}": unknown mode "{mode}"; valid: {", ".join(MODES)}.{did_you_mean(mode, MODES)}'
+        )
+    return str(key)
 
 
 def token_matches(token: str, impl: OpImpl) -> bool:
@@ -122,6 +143,7 @@ def _freeze_orders(value: object) -> tuple[tuple[str, tuple[str, ...]], ...]:
             )
         if op_name in orders:
             raise ConfigError(f"per_op_order: the op '{op_name}' is given twice")
+        check_order_key(op_name)
         orders[op_name] = tuple(check_token(token) for token in tokens)
     return tuple(sorted(orders.items()))
 

@@ -381,7 +381,7 @@ class OpImpl:
             caller gave them up with `bind(..., donate=True)`.
         batch_invariant: True if a row's result does not depend on the batch around it.
         api_version: the vllm_fl API the implementation was written for.
-        origin: recorded by the registry.
+        origin: who registered it; set in the copy that the registry keeps.
     """
 
     op_name: str

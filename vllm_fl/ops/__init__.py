@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Op contracts, one file per family: the single home of each op's meaning.
 
-Importing this package imports no torch: what needs it imports it when it runs.
-
 An op's facts are what a vLLM layer knows for certain when it is built: sizes, the weight, the
 style. The input's dtype is not among them, because a layer learns it with each call.
 """
@@ -13,17 +11,22 @@ from ..dispatch.registry import OpRegistry
 from ..dispatch.types import OpSignature
 from .activation import GELU_AND_MUL, SILU_AND_MUL
 from .attention import ATTENTION_BACKEND
+from .contract import OpContract
 from .normalization import FUSED_ADD_RMS_NORM, RMS_NORM
 from .rotary import ROTARY_EMBEDDING
 
-__all__ = ["SIGNATURES", "register_builtins"]
+__all__ = ["CONTRACTS", "SIGNATURES", "OpContract", "register_builtins"]
 
-SIGNATURES: tuple[OpSignature, ...] = (
+CONTRACTS: tuple[OpContract, ...] = (
     SILU_AND_MUL,
     GELU_AND_MUL,
     RMS_NORM,
     FUSED_ADD_RMS_NORM,
     ROTARY_EMBEDDING,
+)
+
+SIGNATURES: tuple[OpSignature, ...] = (
+    *(contract.signature for contract in CONTRACTS),
     ATTENTION_BACKEND,
 )
 

@@ -3,27 +3,10 @@
 
 from __future__ import annotations
 
-import importlib
-import importlib.util
-from typing import Any
-
 from ..backends.vendor.devices import VENDORS, detect, facts_of
 from ..dispatch.types import DeviceFacts
 
-__all__ = ["batch_invariant", "find_class", "platform_device", "platform_has_kernels"]
-
-
-def find_class(path: str) -> type | None:
-    """The class at ``module:Name``, or None where this vLLM has no such module or class."""
-    module_name, _, class_name = path.partition(":")
-    try:
-        module = importlib.import_module(module_name)
-    except ModuleNotFoundError as error:
-        if error.name is not None and module_name.startswith(error.name):
-            return None  # this release does not have it
-        raise  # it has it, and something else is broken
-    found: Any = getattr(module, class_name, None)
-    return found if isinstance(found, type) else None
+__all__ = ["batch_invariant", "platform_device", "platform_has_kernels"]
 
 
 def platform_device() -> DeviceFacts:

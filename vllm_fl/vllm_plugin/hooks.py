@@ -3,13 +3,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import sys
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from importlib.machinery import ModuleSpec, PathFinder
+from types import ModuleType
 from typing import Any
 
 from ..dispatch.log import logger
 
-__all__ = ["Hook", "install", "installed", "uninstall_all"]
+__all__ = ["Hook", "awaited", "install", "installed", "uninstall_all", "when_imported"]
 
 _MISSING = object()
 
@@ -39,33 +42,37 @@ class Hook:
         """Whether the replacement is still there; False if somebody replaced it since."""
         return _own(self.owner, self.attribute) is self.replacement
 
+    @property
+    def taken_out(self) -> bool:
+        """Whether somebody put the original back."""
+        return _own(self.owner, self.attribute) is self.original
+
     def remove(self) -> None:
-        """Put the original back, unless somebody else replaced ours since."""
-        if not self.in_place:
-            logger.warning("%s was replaced by somebody else; left as it is", self.name)
-        elif self.original is _MISSING:
+        """Put the original back."""
+        if self.original is _MISSING:
             delattr(self.owner, self.attribute)
         else:
             setattr(self.owner, self.attribute, self.original)
 
 
 _hooks: dict[str, Hook] = {}
+_awaited: dict[str, Callable[[ModuleType], None]] = {}
 
 
 def _own(owner: Any, attribute: str) -> Any:
-    if isinstance(owner, dict):
-        return owner.get(attribute, _MISSING)
     return vars(owner).get(attribute, _MISSING)
 
 
 def install(owner: Any, attribute: str, make: Callable[[Any], Any], *, purpose: str) -> Hook:
     """Replace ``owner.attribute`` by ``make(the present value or None)``, once.
 
+    Where somebody else has replaced it since, it is not replaced again: theirs will call ours.
+
     Args:
         owner: a module or class; the attribute is looked up on itself, not on its bases.
     """
-    name = f"{getattr(owner, '__module__', '')}.{owner.__qualname__}.{attribute}"
-    if name in _hooks and _hooks[name].in_place:
+    name = f"{_name(owner)}.{attribute}"
+    if name in _hooks and not _hooks[name].taken_out:
         return _hooks[name]
     original = _own(owner, attribute)
     replacement = make(None if original is _MISSING else original)
@@ -74,12 +81,71 @@ def install(owner: Any, attribute: str, make: Callable[[Any], Any], *, purpose: 
     return hook
 
 
+def _name(owner: Any) -> str:
+    if isinstance(owner, ModuleType):
+        return owner.__name__
+    return f"{owner.__module__}.{owner.__qualname__}"
+
+
 def installed() -> tuple[Hook, ...]:
     """The hooks of this process, in the order in which they were set."""
     return tuple(_hooks.values())
 
 
+def when_imported(module_name: str, act: Callable[[ModuleType], None]) -> None:
+    """Call ``act(module)`` now, or as soon as somebody imports the module.
+
+    Importing vLLM's layers takes seconds, and the processes without a model never do.
+    """
+    module = sys.modules.get(module_name)
+    if module is not None:
+        act(module)
+        return
+    _awaited[module_name] = act
+    if _Finder not in sys.meta_path:
+        sys.meta_path.insert(0, _Finder)
+
+
+def awaited() -> tuple[str, ...]:
+    """The modules that are hooked when somebody imports them."""
+    return tuple(_awaited)
+
+
+class _Finder:
+    """Finds the awaited modules as Python does, and acts when they have been executed."""
+
+    @staticmethod
+    def find_spec(
+        name: str, path: Sequence[str] | None = None, target: ModuleType | None = None
+    ) -> ModuleSpec | None:
+        spec = PathFinder.find_spec(name, path, target) if name in _awaited else None
+        if spec is None or spec.loader is None:
+            return None
+        execute = spec.loader.exec_module
+
+        def exec_module(module: ModuleType) -> None:
+            execute(module)
+            act = _awaited.pop(name, None)
+            if act is not None:
+                act(module)
+
+        spec.loader.exec_module = exec_module  # type: ignore[method-assign]
+        return spec
+
+
 def uninstall_all() -> None:
-    """Take every hook back, the last first."""
-    for name in reversed(list(_hooks)):
-        _hooks.pop(name).remove()
+    """Take every hook back, the last first, and wait for no module any more.
+
+    A hook that somebody else replaced since stays, and stays listed: what they put there
+    probably calls it.
+    """
+    _awaited.clear()
+    if _Finder in sys.meta_path:
+        sys.meta_path.remove(_Finder)
+    for name, hook in reversed(list(_hooks.items())):
+        if hook.in_place:
+            hook.remove()
+        elif not hook.taken_out:
+            logger.warning("%s was replaced by somebody else; left as it is", name)
+            continue
+        del _hooks[name]

@@ -5,13 +5,17 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
-from typing import Any
+from types import ModuleType
+from typing import TYPE_CHECKING, Any
 
-from ..dispatch.config import Config, check_names, load_config, variable_names
+from ..dispatch.config import ADDITIONAL_CONFIG, Config, check_names, load_config, variable_names
 from ..dispatch.manager import get_default_manager
 from . import hooks
 
-__all__ = ["register", "unregister"]
+if TYPE_CHECKING:
+    from .layers import LayerSpec
+
+__all__ = ["check_layer_names", "register", "unregister"]
 
 
 def register() -> None:
@@ -25,14 +29,13 @@ def register() -> None:
     if not manager.config.enabled:
         return
     from .features import platform_device
-    from .layers import LAYERS
 
-    _check_layer_names(manager.config, [spec.name for spec in LAYERS])
+    check_layer_names(manager.config)
     if manager.config.platform is None and not manager.frozen:
         manager.set_device(platform_device())
     manager.ensure_initialized()
-    _hook_layers()
-    _hook_worker()
+    _await_layers()
+    hooks.when_imported("vllm.v1.worker.worker_base", _hook_worker)
 
 
 def unregister() -> None:
@@ -56,44 +59,73 @@ def _no_factor() -> None:
     return None
 
 
-def _check_layer_names(config: Config, valid: list[str]) -> None:
+def check_layer_names(config: Config) -> None:
+    """Refuse names in the OOT lists that no served layer has.
+
+    Raises:
+        ConfigError: naming the source, and the valid names.
+    """
+    from .layers import LAYERS
+
+    valid = [spec.name for spec in LAYERS]
     for name in ("oot_whitelist", "oot_blacklist"):
         source = config.sources.get(name, name)
         check_names(config.values.get(name, ()), valid, what="layer", source=source)
 
 
-def _hook_layers() -> None:
-    from .features import find_class
+def _await_layers() -> None:
     from .layers import LAYERS
-    from .layers.serve import serve
+
+    paths = (path for spec in LAYERS for path in spec.paths)
+    for module_name in dict.fromkeys(path.partition(":")[0] for path in paths):
+        hooks.when_imported(module_name, _hook_layers)
+
+
+def _hook_layers(module: ModuleType) -> None:
+    from .layers import LAYERS
 
     for spec in LAYERS:
         for path in spec.paths:
-            cls = find_class(path)
-            if cls is None:
-                continue
-
-            def make(original: Any, spec: Any = spec, cls: type = cls) -> Callable[..., None]:
-                @functools.wraps(original)
-                def __init__(self: Any, *args: Any, **kwargs: Any) -> None:
-                    original(self, *args, **kwargs)
-                    serve(self, spec, cls)
-
-                return __init__
-
-            hooks.install(cls, "__init__", make, purpose=f"bind {spec.name} when it is built")
+            module_name, _, class_name = path.partition(":")
+            cls = getattr(module, class_name, None)
+            if module_name != module.__name__ or not isinstance(cls, type):
+                continue  # this release does not have it
+            owner = cls if spec.root is None else getattr(module, spec.root, cls)
+            hooks.install(
+                owner,
+                "__init__",
+                functools.partial(_serving, spec, cls, owner, path not in spec.functional),
+                purpose=f"bind {spec.name} when it is built",
+            )
 
 
-def _hook_worker() -> None:
-    from vllm.v1.worker.worker_base import WorkerBase, WorkerWrapperBase
+def _serving(
+    spec: LayerSpec, cls: type, owner: Any, donate: bool, original: Callable[..., None] | None
+) -> Callable[..., None]:
+    from .layers.serve import serve
 
+    @functools.wraps(original or owner.__init__)
+    def __init__(self: Any, *args: Any, **kwargs: Any) -> None:
+        if original is None:  # it is inherited, in the instance's own order of classes
+            super(owner, self).__init__(*args, **kwargs)
+        else:
+            original(self, *args, **kwargs)
+        serve(self, spec, cls, donate=donate)
+
+    return __init__
+
+
+def _hook_worker(worker_base: ModuleType) -> None:
     from .routes import RPC_NAME, rpc
 
     hooks.install(
-        WorkerBase, RPC_NAME, lambda _: rpc, purpose="answer for the route table over RPC"
+        worker_base.WorkerBase,
+        RPC_NAME,
+        lambda _: rpc,
+        purpose="answer for the route table over RPC",
     )
     hooks.install(
-        WorkerWrapperBase,
+        worker_base.WorkerWrapperBase,
         "init_device",
         _around_init_device,
         purpose="read additional_config before, and freeze after, the model is loaded",
@@ -117,20 +149,21 @@ def _prepare(vllm_config: Any) -> None:
     manager.thaw()  # a new model in this process is built from the present choice
     additional = getattr(vllm_config, "additional_config", None)
     given = additional.get("vllm_fl") if isinstance(additional, dict) else None
-    if given is not None:
-        from .layers import LAYERS
-
-        config = load_config(additional=given)
-        _check_layer_names(config, [spec.name for spec in LAYERS])
+    sources = manager.config.sources.values()
+    if given is not None or any(ADDITIONAL_CONFIG in source for source in sources):
+        config = load_config(additional=given)  # without what an earlier model was given
+        check_layer_names(config)
         manager.configure(config)
 
 
 def _freezing(load_model: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(load_model)
     def load_and_freeze(*args: Any, **kwargs: Any) -> Any:
+        from .layers.serve import settle
         from .routes import log_summary
 
         result = load_model(*args, **kwargs)
+        settle()
         get_default_manager().freeze()
         log_summary()
         return result

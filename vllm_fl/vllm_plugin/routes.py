@@ -16,6 +16,8 @@ __all__ = ["RPC_NAME", "merge_rows", "route_rows", "rpc"]
 RPC_NAME = "vllm_fl_dispatch"
 """The worker's method for `collective_rpc`."""
 
+_REPLACED = "somebody pointed its forward elsewhere after it was built"
+
 
 def route_rows() -> list[dict[str, Any]]:
     """One row per op, implementation and mode, JSON-ready.
@@ -24,15 +26,15 @@ def route_rows() -> list[dict[str, Any]]:
     on), reason, rejected (a list of {"impl_id", "reason"}).
     """
     rows: dict[tuple[str, str, str, str], dict[str, Any]] = {}
-    for record in records:
+    for record in list(records):
         if record.layer() is None:
             continue
         for served in record.ops:
             binding = served.binding
-            if binding is None:
-                _row(rows, served.op, NATIVE, NATIVE, record.mode, served.native_reason)[
-                    "bound"
-                ] += 1
+            if binding is None or record.replaced:
+                reason = _REPLACED if record.replaced else served.native_reason
+                row = _row(rows, served.op, NATIVE, NATIVE, record.mode, reason)
+                row["bound"] += 1
                 continue
             winner = binding.decision.winner
             assert winner is not None
@@ -120,13 +122,11 @@ def rpc(worker: Any, request: str = "routes") -> dict[str, Any]:
     try:
         if request not in ("routes", "count", "uncount"):
             return {"error": f"unknown request {request!r}; valid: routes, count, uncount"}
-        if request == "count":
-            for record in records:
+        for record in list(records) if request != "routes" else ():
+            if request == "count":
                 for served in record.ops:
                     served.calls.clear()
-        if request != "routes":
-            for record in records:
-                record.set_counting(request == "count")
+            record.set_counting(request == "count")
         manager = get_default_manager()
         return {
             "pid": os.getpid(),

@@ -3,7 +3,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from typing import Any
+
 from ...dispatch.types import BackendImplKind
+from ...ops.contract import OpContract
 from ..base import Backend
 
 __all__ = ["ReferenceBackend", "backend"]
@@ -15,6 +19,10 @@ class ReferenceBackend(Backend):
     impl_id = "reference.torch"
     kind = BackendImplKind.REFERENCE
     requires = ("torch",)
+
+    def serves(self, contract: OpContract) -> Callable[..., Any]:
+        """Mark a contract's reference as the implementation, and return it."""
+        return self.implements(contract.name)(contract.reference)
 
 
 backend = ReferenceBackend()

@@ -5,27 +5,25 @@ from __future__ import annotations
 
 from typing import Any
 
-from .serve import LayerSpec, note, slot_of
+from .serve import LayerSpec, note
 
 __all__ = ["GELU_AND_MUL", "SILU_AND_MUL"]
-
-_SILU = slot_of("silu_and_mul")
-_GELU = slot_of("gelu_and_mul")
 
 
 def _silu_forward(self: Any, x: Any) -> Any:
     try:
-        return self.__dict__[_SILU](x)
+        return self.silu_and_mul(x)
     except Exception as error:
         note(error, self, "silu_and_mul", (x,))
         raise
 
 
 def _gelu_forward(self: Any, x: Any) -> Any:
+    approximate = self.layer.approximate
     try:
-        return self.__dict__[_GELU](x, self.approximate)
+        return self.gelu_and_mul(x, approximate)
     except Exception as error:
-        note(error, self, "gelu_and_mul", (x, self.approximate))
+        note(error, self, "gelu_and_mul", (x, approximate))
         raise
 
 

@@ -5,12 +5,11 @@ from __future__ import annotations
 
 from typing import Any
 
-from .serve import LayerSpec, note, slot_of
+from .serve import LayerSpec, note
 
 __all__ = ["RMS_NORM"]
 
-_NORM = slot_of("rms_norm")
-_FUSED = slot_of("fused_add_rms_norm")
+_FUNCTIONAL = "vllm.model_executor.hw_agnostic.layers.layernorm:RMSNorm"
 
 
 def _facts(layer: Any) -> dict[str, dict[str, Any]]:
@@ -25,15 +24,16 @@ def _facts(layer: Any) -> dict[str, dict[str, Any]]:
 
 
 def _forward(self: Any, x: Any, residual: Any = None) -> Any:
-    weight = self.weight.data if self.has_weight else None
+    layer = self.layer
+    weight = layer.weight.data if layer.has_weight else None
     if residual is None:
-        fn = self.__dict__[_NORM]
-        args = (x, weight, self.variance_epsilon, self.variance_size_override)
+        fn = self.rms_norm
+        args: tuple[Any, ...] = (x, weight, layer.variance_epsilon, layer.variance_size_override)
     else:
-        fn = self.__dict__[_FUSED]
-        args = (x, residual, weight, self.variance_epsilon, self.variance_size_override)
+        fn = self.fused_add_rms_norm
+        args = (x, residual, weight, layer.variance_epsilon, layer.variance_size_override)
     if fn is None:
-        return self._vllm_fl_native(x, residual)
+        return self.native(x, residual)
     try:
         return fn(*args)
     except Exception as error:
@@ -45,8 +45,9 @@ RMS_NORM = LayerSpec(
     name="rms_norm",
     paths=(
         "vllm.model_executor.layers.layernorm:RMSNorm",
-        "vllm.model_executor.hw_agnostic.layers.layernorm:RMSNorm",
+        _FUNCTIONAL,
     ),
     facts=_facts,
     forward=_forward,
+    functional=(_FUNCTIONAL,),
 )

@@ -1,15 +1,15 @@
 # SPDX-License-Identifier: Apache-2.0
-"""RotaryEmbedding, and through inheritance Llama3, YaRN, linear and NTK scaling."""
+"""RotaryEmbedding, and through inheritance Llama3, YaRN, linear and NTK scaling.
+
+Others (MRotaryEmbedding, Deepseek's) only share its base class and keep their own mathematics."""
 
 from __future__ import annotations
 
 from typing import Any
 
-from .serve import LayerSpec, note, slot_of
+from .serve import LayerSpec, note
 
 __all__ = ["ROTARY_EMBEDDING"]
-
-_ROTARY = slot_of("rotary_embedding")
 
 
 def _facts(layer: Any) -> dict[str, dict[str, Any]]:
@@ -22,10 +22,11 @@ def _facts(layer: Any) -> dict[str, dict[str, Any]]:
 
 
 def _forward(self: Any, positions: Any, query: Any, key: Any = None) -> Any:
-    cache = self._match_cos_sin_cache_dtype(query)
-    args = (positions, query, key, self.head_size, cache, self.is_neox_style)
+    layer = self.layer
+    cache = layer._match_cos_sin_cache_dtype(query)
+    args = (positions, query, key, layer.head_size, cache, layer.is_neox_style)
     try:
-        return self.__dict__[_ROTARY](*args)
+        return self.rotary_embedding(*args)
     except Exception as error:
         note(error, self, "rotary_embedding", args)
         raise
@@ -45,4 +46,5 @@ ROTARY_EMBEDDING = LayerSpec(
     facts=_facts,
     forward=_forward,
     refuses=_refuses,
+    root="RotaryEmbeddingBase",
 )

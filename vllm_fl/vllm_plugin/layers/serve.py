@@ -8,6 +8,8 @@ tests, `custom_ops` and other plugins see what they expect.
 
 from __future__ import annotations
 
+import contextlib
+import copy
 import types
 import weakref
 from collections.abc import Callable, Mapping
@@ -18,14 +20,18 @@ from ...dispatch.binding import Binding, annotate
 from ...dispatch.errors import NoImplementationError
 from ...dispatch.log import logger
 from ...dispatch.manager import get_default_manager
+from ...dispatch.policy import active_policy, policy_context
 from ...dispatch.types import BackendImplKind, OpImpl
 from ..compile import LEFT_TO_COMPILER, layer_mode
 from ..features import batch_invariant, platform_has_kernels
 
-__all__ = ["LayerSpec", "ServedLayer", "records", "serve", "slot_of"]
+__all__ = ["BoundLayer", "LayerSpec", "ServedLayer", "ServedOp", "note", "records", "serve",
+           "settle"]  # fmt: skip
 
 FORWARDS = ("native", "cuda", "hip", "cpu", "xpu", "tpu", "oot")
 """The suffixes of the forwards that vLLM's CustomOp dispatches to."""
+
+_Facts = Mapping[str, Mapping[str, Any] | None]
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,15 +42,20 @@ class LayerSpec:
         name: vLLM's name of the layer, as in `custom_ops` and the OOT lists.
         paths: where its classes are ("module:Class"); those that a release lacks are skipped.
         facts: for each op that the layer calls, the facts known when it is built.
-        forward: the new forward; it finds the op's function with `slot_of`.
+        forward: the new forward. Its first argument is a BoundLayer.
         refuses: a reason to leave this instance native, or None.
+        root: a base of the class, in the same module, whose constructor is hooked instead: the
+            root's other subclasses are then listed as native, and not passed over.
+        functional: those of `paths` whose own forwards leave their arguments as they are.
     """
 
     name: str
     paths: tuple[str, ...]
-    facts: Callable[[Any], Mapping[str, Mapping[str, Any] | None]]
+    facts: Callable[[Any], _Facts]
     forward: Callable[..., Any]
     refuses: Callable[[Any], str | None] = lambda layer: None
+    root: str | None = None
+    functional: tuple[str, ...] = ()
 
 
 @dataclass(slots=True)
@@ -56,6 +67,11 @@ class ServedOp:
     native_reason: str
     calls: dict[str, int] = field(default_factory=dict)
 
+    @property
+    def fn(self) -> Callable[..., Any] | None:
+        """The bound function; None where vLLM's own forward serves the op."""
+        return None if self.binding is None else self.binding.fn
+
     def count(self, impl: OpImpl) -> None:
         """One more call."""
         self.calls[impl.impl_id] = self.calls.get(impl.impl_id, 0) + 1
@@ -63,52 +79,137 @@ class ServedOp:
 
 @dataclass(slots=True, eq=False)
 class ServedLayer:
-    """What was decided for one layer instance."""
+    """What was decided for one layer instance.
+
+    Attributes:
+        layer: the layer, which may be gone.
+        class_name: of the layer.
+        mode: "eager" or "compiled".
+        ops: its ops.
+        bound: what its forward was bound to, None where all is native. It is gone where
+            somebody pointed the forward elsewhere since.
+    """
 
     layer: weakref.ref[Any]
     class_name: str
     mode: str
     ops: tuple[ServedOp, ...]
+    bound: weakref.ref[BoundLayer] | None = None
+
+    @property
+    def replaced(self) -> bool:
+        """Whether the layer was served, and somebody pointed its forward elsewhere since."""
+        return self.bound is not None and self.bound() is None
 
     def set_counting(self, on: bool) -> None:
         """Swap the bound functions for counting ones, or back."""
-        layer = self.layer()
+        bound = self.bound() if self.bound is not None else None
+        if bound is None:
+            return
         for served in self.ops:
-            if layer is None or served.binding is None:
-                continue
-            if on and served.binding.traced is not None:
-                fn = served.binding.traced(served.count)
-            else:
-                fn = served.binding.fn
-            layer.__dict__[slot_of(served.op)] = fn
+            traced = served.binding.traced if served.binding is not None else None
+            setattr(bound, served.op, traced(served.count) if on and traced else served.fn)
+
+
+class BoundLayer:
+    """What the forward of a served layer is bound to.
+
+    It has an attribute for each op of the layer: the function that serves it, or None where
+    vLLM's own forward does.
+
+    Copied together with its layer, it serves the copy. Pickled, it gives the layer its own
+    forward back, because the other process may have other implementations, or none.
+    """
+
+    def __init__(
+        self, layer: Any, spec: LayerSpec, facts: _Facts, donate: bool, native: Any
+    ) -> None:
+        self.layer = layer
+        self.spec = spec
+        self.facts = facts
+        self.donate = donate
+        self.native = native
+        self.policy = active_policy()
+        self.record: ServedLayer
+
+    def take(self, record: ServedLayer) -> None:
+        """Call what the record says."""
+        self.record = record
+        record.bound = weakref.ref(self)
+        for served in record.ops:
+            setattr(self, served.op, served.fn)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> BoundLayer:
+        layer = copy.deepcopy(self.layer, memo)
+        native = copy.deepcopy(self.native, memo)
+        bound = BoundLayer(layer, self.spec, self.facts, self.donate, native)
+        bound.policy = self.policy
+        ops = tuple(ServedOp(op.op, op.binding, op.native_reason) for op in self.record.ops)
+        bound.take(_record(layer, self.record.mode, ops))
+        return bound
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return _unbound, (self.spec.forward.__name__, self.native)
+
+
+def _unbound(name: str, native: Any) -> Any:
+    """What a pickled BoundLayer becomes: it has vLLM's own forward where ours was."""
+    return types.SimpleNamespace(**{name: native})
 
 
 records: list[ServedLayer] = []
 """Every layer of this process that was looked at, in the order in which they were built."""
 
 
-def _forget(dead: weakref.ref[Any]) -> None:
-    records[:] = [record for record in records if record.layer is not dead]
+def _record(layer: Any, mode: str, ops: tuple[ServedOp, ...]) -> ServedLayer:
+    def forget(_: object) -> None:
+        with contextlib.suppress(ValueError):  # a test emptied the list
+            records.remove(record)
+
+    record = ServedLayer(weakref.ref(layer, forget), type(layer).__name__, mode, ops)
+    records.append(record)
+    return record
 
 
-def slot_of(op_name: str) -> str:
-    """The attribute of a layer that holds the bound function of an op; None there means
-    that vLLM's own forward serves it."""
-    return f"_vllm_fl_{op_name}"
+def serve(layer: Any, spec: LayerSpec, base: type, *, donate: bool) -> None:
+    """Bind the ops of a layer that has just been built, and point its forward at them.
 
-
-def serve(layer: Any, spec: LayerSpec, base: type) -> None:
-    """Bind the ops of a layer that has just been built, and point its forward at them."""
+    Args:
+        base: the class that is served; the layer is of it, of a subclass, or of a sibling.
+        donate: vLLM's own forwards may write their arguments, so ours may too.
+    """
     mode = layer_mode()
     native = _why_native(layer, spec, base, mode)
-    ops = tuple(_bind(op_name, facts, mode, native) for op_name, facts in spec.facts(layer).items())
-    record = ServedLayer(weakref.ref(layer, _forget), type(layer).__name__, mode, ops)
-    records.append(record)
+    facts = spec.facts(layer)
+    ops = tuple(_bind(op_name, of_op, mode, native, donate) for op_name, of_op in facts.items())
+    record = _record(layer, mode, ops)
     if any(served.binding is not None for served in ops):
-        for served in ops:
-            layer.__dict__[slot_of(served.op)] = served.binding.fn if served.binding else None
-        layer.__dict__["_vllm_fl_native"] = layer._forward_method
-        layer.__dict__["_forward_method"] = types.MethodType(spec.forward, layer)
+        bound = BoundLayer(layer, spec, facts, donate, layer._forward_method)
+        bound.take(record)
+        layer.__dict__["_forward_method"] = types.MethodType(spec.forward, bound)
+
+
+def settle() -> None:
+    """Decide again for the layers whose facts changed since they were built, because the
+    constructor of a subclass went on, or loading replaced a weight."""
+    for record in list(records):
+        bound = record.bound() if record.bound is not None else None
+        if bound is None:
+            continue
+        facts = bound.spec.facts(bound.layer)
+        if facts == bound.facts:
+            continue
+        bound.facts = facts
+        policy = bound.policy
+        with policy_context(policy) if policy is not None else contextlib.nullcontext():
+            record.ops = tuple(
+                _bind(op_name, of_op, record.mode, None, bound.donate)
+                for op_name, of_op in facts.items()
+            )
+        bound.take(record)
+        if not any(served.binding is not None for served in record.ops):
+            bound.layer.__dict__["_forward_method"] = bound.native
+            record.bound = None
 
 
 def _why_native(layer: Any, spec: LayerSpec, base: type, mode: str) -> str | None:
@@ -127,7 +228,7 @@ def _why_native(layer: Any, spec: LayerSpec, base: type, mode: str) -> str | Non
 
 
 def _own_forward(cls: type, base: type) -> str | None:
-    """Why a subclass keeps its own mathematics, or None.
+    """Why a class keeps its own mathematics, or None.
 
     A `forward` that stands in a mixin beside the served class can only pass on to it; one in
     a subclass of it is the subclass's own.
@@ -136,20 +237,24 @@ def _own_forward(cls: type, base: type) -> str | None:
         name = f"forward_{suffix}"
         if getattr(cls, name, None) is not getattr(base, name, None):
             return f"{cls.__module__}.{cls.__name__} has its own {name}"
+    if not issubclass(cls, base):
+        return f"{cls.__module__}.{cls.__name__} is no {base.__name__}"
     for owner in cls.__mro__[: cls.__mro__.index(base)]:
         if "forward" in vars(owner) and issubclass(owner, base):
             return f"{owner.__module__}.{owner.__name__} has its own forward"
     return None
 
 
-def _bind(op_name: str, facts: Mapping[str, Any] | None, mode: str, native: str | None) -> ServedOp:
+def _bind(
+    op_name: str, facts: Mapping[str, Any] | None, mode: str, native: str | None, donate: bool
+) -> ServedOp:
     if native is not None:
         return ServedOp(op_name, None, native)
     manager = get_default_manager()
     try:
         binding = manager.bind_op(
             op_name,
-            donate=True,  # vLLM's own forwards write these arguments too
+            donate=donate,
             facts=facts,
             mode=mode,
             layer=True,
@@ -157,7 +262,8 @@ def _bind(op_name: str, facts: Mapping[str, Any] | None, mode: str, native: str 
         )
     except NoImplementationError as error:
         logger.debug("%s stays native: %s", op_name, error)
-        return ServedOp(op_name, None, "; ".join(str(error).splitlines()[1:]) or str(error))
+        reasons = [line.strip() for line in str(error).splitlines()[1:]]
+        return ServedOp(op_name, None, "; ".join(reasons) or str(error))
     decision = binding.decision
     if decision.native:
         return ServedOp(op_name, None, decision.reason)
@@ -174,11 +280,8 @@ def _bind(op_name: str, facts: Mapping[str, Any] | None, mode: str, native: str 
     return ServedOp(op_name, binding, "")
 
 
-def note(error: Exception, layer: Any, op_name: str, args: tuple[Any, ...]) -> None:
+def note(error: Exception, bound: Any, op_name: str, args: tuple[Any, ...]) -> None:
     """Add what a layer knows to an exception that passes through its forward."""
-    for record in records:
-        if record.layer() is layer:
-            for served in record.ops:
-                if served.op == op_name and served.binding is not None:
-                    winner = served.binding.decision.winner_id
-                    annotate(error, op_name, winner, args, {})
+    for served in bound.record.ops:
+        if served.op == op_name and served.binding is not None:
+            annotate(error, op_name, served.binding.decision.winner_id, args, {})

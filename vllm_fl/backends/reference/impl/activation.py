@@ -1,23 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Gated activations in plain PyTorch."""
+"""Gated activations: the contracts' own reference."""
 
 from __future__ import annotations
 
-import torch
-import torch.nn.functional as F
-
+from ....ops.activation import GELU_AND_MUL, SILU_AND_MUL
 from ..reference import backend
 
-
-@backend.implements()
-def silu_and_mul(x: torch.Tensor) -> torch.Tensor:
-    """x: (..., 2 * d) -> (..., d)."""
-    d = x.shape[-1] // 2
-    return F.silu(x[..., :d]) * x[..., d:]
-
-
-@backend.implements()
-def gelu_and_mul(x: torch.Tensor, approximate: str = "none") -> torch.Tensor:
-    """x: (..., 2 * d) -> (..., d); approximate: "none" or "tanh"."""
-    d = x.shape[-1] // 2
-    return F.gelu(x[..., :d], approximate=approximate) * x[..., d:]
+silu_and_mul = backend.serves(SILU_AND_MUL)
+gelu_and_mul = backend.serves(GELU_AND_MUL)

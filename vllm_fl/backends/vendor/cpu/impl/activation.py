@@ -1,20 +1,31 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Gated activations by vLLM's CPU kernels. They read rows as if they were contiguous (a slice
-gave an error of 3.1), so a view is copied first."""
+"""Gated activations by vLLM's CPU kernels.
+
+They read rows as if they were contiguous (a slice gave an error of 3.1), so a view is copied
+first. Rows without elements, and offsets beyond a 32-bit int, end the process: both are refused.
+"""
 
 from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
 
 import torch
 
 from ..cpu import backend
-from .common import DTYPES, VECTOR, dtype_reason
+from .common import DTYPES, VECTOR, tensor_reason
+
+_MAX_ELEMENTS = 2**31
 
 
 def _supports(x: torch.Tensor) -> bool | str:
-    if x.dtype not in DTYPES:
-        return dtype_reason(x.dtype)
-    if x.shape[-1] % (2 * VECTOR):
-        return f"the last dimension {x.shape[-1]} is not a multiple of {2 * VECTOR}"
+    if x.dtype not in DTYPES or not x.is_cpu:
+        return tensor_reason(x)
+    size = x.shape[-1]
+    if not size or size % (2 * VECTOR):
+        return f"the last dimension {size} is not a positive multiple of {2 * VECTOR}"
+    if x.numel() >= _MAX_ELEMENTS:
+        return f"{x.numel()} elements are {_MAX_ELEMENTS} or more"
     return True
 
 
@@ -22,7 +33,7 @@ def _supports_gelu(x: torch.Tensor, approximate: str = "none") -> bool | str:
     return _supports(x)
 
 
-def _supports_approximate(facts: dict[str, str]) -> bool | str:
+def _supports_approximate(facts: Mapping[str, Any]) -> bool | str:
     approximate = facts["approximate"]
     return approximate in ("none", "tanh") or f"approximate '{approximate}' is not none or tanh"
 

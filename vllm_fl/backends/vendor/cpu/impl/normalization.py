@@ -3,7 +3,9 @@
 
 They read rows as if they were contiguous (on a slice the error was 4.6 and 2.6): rms_norm
 copies a view first, the in-place fused_add_rms_norm must refuse it. A weight shorter than a row
-is read past its end, and a residual of another shape ends the process: both are refused.
+is read past its end; a residual of another shape and rows without elements end the process: all
+three are refused. Writing at an odd address does so too, and in-place fused_add_rms_norm loses
+the sum where x and residual overlap: both are computed on copies.
 """
 
 from __future__ import annotations
@@ -14,33 +16,33 @@ from typing import Any
 import torch
 
 from ..cpu import backend
-from .common import DTYPES, VECTOR, dtype_reason
+from .common import ALIGNMENT, DTYPES, VECTOR, tensor_reason
 
 
 def _supports_layer(facts: Mapping[str, Any]) -> bool | str:
     hidden_size, weight_size = facts["hidden_size"], facts["weight_size"]
-    if weight_size is None:
-        return "there is no weight"
-    if weight_size != hidden_size:
+    if weight_size is not None and weight_size != hidden_size:
         return f"the weight has {weight_size} elements, a row has {hidden_size}"
     if facts["variance_size"] is not None:
         return f"variance_size {facts['variance_size']} is given"
-    if hidden_size % VECTOR:
-        return f"hidden_size {hidden_size} is not a multiple of {VECTOR}"
+    if not hidden_size or hidden_size % VECTOR:
+        return f"hidden_size {hidden_size} is not a positive multiple of {VECTOR}"
     return True
 
 
-def _supports_weight(x: torch.Tensor, weight: torch.Tensor) -> bool | str:
+def _supports_weight(x: torch.Tensor, weight: torch.Tensor | None) -> bool | str:
     dtype = x.dtype
+    if dtype not in DTYPES or not x.is_cpu:
+        return tensor_reason(x)
+    if weight is None:
+        return True
     if weight.dtype is not dtype:
         return f"weight is {weight.dtype}, x is {dtype}"
-    if dtype not in DTYPES:
-        return dtype_reason(dtype)
     return weight.is_contiguous() or "weight is not contiguous"
 
 
 def _supports_rms_norm(
-    x: torch.Tensor, weight: torch.Tensor, epsilon: float, variance_size: int | None = None
+    x: torch.Tensor, weight: torch.Tensor | None, epsilon: float, variance_size: int | None = None
 ) -> bool | str:
     return _supports_weight(x, weight)
 
@@ -48,7 +50,7 @@ def _supports_rms_norm(
 def _supports_fused(
     x: torch.Tensor,
     residual: torch.Tensor,
-    weight: torch.Tensor,
+    weight: torch.Tensor | None,
     epsilon: float,
     variance_size: int | None = None,
 ) -> bool | str:
@@ -65,9 +67,9 @@ def _supports_fused(
     supports=_supports_rms_norm, supports_layer=_supports_layer, batch_invariant=True
 )
 def rms_norm(
-    x: torch.Tensor, weight: torch.Tensor, epsilon: float, variance_size: int | None = None
+    x: torch.Tensor, weight: torch.Tensor | None, epsilon: float, variance_size: int | None = None
 ) -> torch.Tensor:
-    """x: (..., hidden), weight: (hidden,) -> a contiguous tensor of x's shape and dtype."""
+    """x: (..., hidden), weight: (hidden,) or None -> a contiguous tensor of x's shape and dtype."""
     x = x.contiguous()
     out = torch.empty_like(x)
     torch.ops._C.rms_norm(out, x, weight, epsilon)
@@ -83,10 +85,19 @@ def rms_norm(
 def fused_add_rms_norm(
     x: torch.Tensor,
     residual: torch.Tensor,
-    weight: torch.Tensor,
+    weight: torch.Tensor | None,
     epsilon: float,
     variance_size: int | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """In place: x becomes the norm, residual the sum. Returns both."""
-    torch.ops._C.fused_add_rms_norm(x, residual, weight, epsilon)
-    return x, residual
+    """In place: x becomes the norm, residual the sum. Returns both.
+
+    Where they overlap, both cannot be: they stay as they are and new tensors are returned."""
+    # Here and not in the guard, because only addresses tell, and fake tensors have none.
+    x_at, residual_at = x.data_ptr(), residual.data_ptr()
+    overlap = abs(x_at - residual_at) < x.nbytes
+    if not overlap and (x_at | residual_at) % ALIGNMENT == 0:
+        torch.ops._C.fused_add_rms_norm(x, residual, weight, epsilon)
+        return x, residual
+    out, total = x.clone(), residual.clone()
+    torch.ops._C.fused_add_rms_norm(out, total, weight, epsilon)
+    return (out, total) if overlap else (x.copy_(out), residual.copy_(total))

@@ -1,0 +1,18 @@
+# SPDX-License-Identifier: Apache-2.0
+"""For every test: the settings of whoever runs the tests do not reach them."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+
+import pytest
+
+
+@pytest.fixture(scope="session", autouse=True)
+def _no_settings_from_outside() -> Iterator[None]:
+    kept = {name: value for name, value in os.environ.items() if name.startswith("VLLM_FL_")}
+    for name in kept:
+        del os.environ[name]
+    yield
+    os.environ.update(kept)

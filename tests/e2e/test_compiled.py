@@ -1,0 +1,33 @@
+# SPDX-License-Identifier: Apache-2.0
+"""vLLM's default mode: its own forwards, untouched, which the compiler can fuse."""
+
+import json
+import sysconfig
+from pathlib import Path
+
+import pytest
+
+pytestmark = [pytest.mark.e2e, pytest.mark.extended]
+
+
+def test_the_compiled_demo_is_right_and_leaves_everything_to_the_compiler(run, demo_model) -> None:
+    program = Path(sysconfig.get_path("scripts")) / "vllm-fl"
+    document = json.loads(run([program, "demo", "--json", "--compiled"]).stdout)
+    assert "Paris" in document["answer"]
+    assert document["mode"] == "compiled"
+    assert [row["op"] for row in document["ops"]] == [
+        "fused_add_rms_norm",
+        "rms_norm",
+        "rotary_embedding",
+        "silu_and_mul",
+    ]
+    for row in document["ops"]:
+        assert (row["impl_id"], row["reason"]) == ("native", "left to the compiler")
+        assert row["bound"] > 0
+
+
+def test_compiled_results_are_those_of_vllm_alone(engine) -> None:
+    settings = {"enforce_eager": False, "dtype": "bfloat16"}
+    ours, theirs = engine("tiny", **settings), engine.stock("tiny", **settings)
+    assert ours["tokens"] == theirs["tokens"]
+    assert ours["logprobs"] == theirs["logprobs"]

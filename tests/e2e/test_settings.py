@@ -1,0 +1,126 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Every way to say what should run shows in the workers' route table."""
+
+import pytest
+
+pytestmark = [pytest.mark.e2e, pytest.mark.extended]
+
+KERNEL = ("vendor.cpu", "highest priority available (100)")
+DEFAULT = {
+    "fused_add_rms_norm": KERNEL,
+    "rms_norm": KERNEL,
+    "rotary_embedding": KERNEL,
+    "silu_and_mul": KERNEL,
+}
+
+
+def variable(name: str) -> str:
+    return f"(from environment variable {name})"
+
+
+def everywhere(impl_id: str, reason: str) -> dict[str, tuple[str, str]]:
+    return {op: (impl_id, reason) for op in DEFAULT}
+
+
+@pytest.mark.parametrize(
+    ("changes", "llm", "expected"),
+    [
+        pytest.param({}, {}, {}, id="default"),
+        pytest.param(
+            {"VLLM_FL_PREFER": "reference"},
+            {},
+            everywhere("reference.torch", f"prefer = reference {variable('VLLM_FL_PREFER')}"),
+            id="prefer",
+        ),
+        pytest.param(
+            {"VLLM_FL_DENY_VENDORS": "cpu"},
+            {},
+            everywhere("reference.torch", "highest priority available (50)"),
+            id="deny_vendors",
+        ),
+        pytest.param(
+            {"VLLM_FL_PER_OP": "rms_norm=native"},
+            {},
+            {
+                "rms_norm": (
+                    "native",
+                    f"the order for rms_norm names native {variable('VLLM_FL_PER_OP')}",
+                )
+            },
+            id="per_op",
+        ),
+        pytest.param(
+            {},
+            {"compilation_config": {"custom_ops": ["all", "-silu_and_mul"]}},
+            {"silu_and_mul": ("native", "custom_ops disables it")},
+            id="custom_ops",
+        ),
+        pytest.param(
+            {"VLLM_FL_OOT_BLACKLIST": "rotary_embedding"},
+            {},
+            {"rotary_embedding": ("native", "the OOT lists leave it native")},
+            id="oot_blacklist",
+        ),
+        pytest.param(
+            {},
+            {
+                "additional_config": {
+                    "vllm_fl": {"prefer": "reference", "op_backends": {"rms_norm": ["vendor:cpu"]}}
+                }
+            },
+            everywhere(
+                "reference.torch", "prefer = reference (from --additional-config vllm_fl.prefer)"
+            )
+            | {
+                "rms_norm": (
+                    "vendor.cpu",
+                    "the order for rms_norm names it (from --additional-config vllm_fl.op_backends)",
+                )
+            },
+            id="additional_config",
+        ),
+    ],
+)
+def test_a_setting_shows_in_the_route_table(engine, changes, llm, expected) -> None:
+    reply = engine("tiny", changes, **llm)
+    [rank] = reply["routes"]
+    assert {row["op"]: (row["impl_id"], row["reason"]) for row in rank["ops"]} == DEFAULT | expected
+    assert len(rank["ops"]) == len(DEFAULT)
+    for row in rank["ops"]:
+        assert row["bound"] > 0
+        assert (row["calls"] > 0) == (row["impl_id"] != "native")
+        kernel = f"_C::{row['op']}"
+        if row["op"] != "rotary_embedding":  # vLLM's own forward calls that one too
+            assert (kernel in reply["operators"]) == (row["impl_id"] == "vendor.cpu")
+
+
+def test_what_a_setting_rejects_is_in_the_table(engine) -> None:
+    [rank] = engine("tiny", {"VLLM_FL_DENY_VENDORS": "cpu"})["routes"]
+    for row in rank["ops"]:
+        assert row["rejected"] == [{"impl_id": "vendor.cpu", "reason": "deny_vendors holds 'cpu'"}]
+
+
+WRONG = 'unknown kind "cuda"; valid: flagos, vendor, reference.'
+
+
+@pytest.mark.parametrize("processes", ["0", "1"], ids=["in_process", "own_process"])
+@pytest.mark.parametrize(
+    ("changes", "llm", "text"),
+    [
+        pytest.param(
+            {"VLLM_FL_PREFER": "cuda"},
+            {},
+            f'ConfigError: environment variable VLLM_FL_PREFER="cuda": {WRONG}',
+            id="variable",
+        ),
+        pytest.param(
+            {},
+            {"additional_config": {"vllm_fl": {"prefer": "cuda"}}},
+            f"ConfigError: --additional-config vllm_fl.prefer: prefer: {WRONG}",
+            id="additional_config",
+        ),
+    ],
+)
+def test_a_wrong_setting_stops_vllm_at_start(engine, changes, llm, text, processes) -> None:
+    changes = changes | {"VLLM_ENABLE_V1_MULTIPROCESSING": processes}
+    assert text in engine("tiny", changes, fails=True, **llm)["log"]

@@ -1,0 +1,141 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`torch.ops.vllm_fl.<op>`: every contract as an opaque torch op, for graphs.
+
+A compiler sees one node with the contract's schema. Its body looks up the binding that the layer
+made when it was built, runs the guards on real tensors, calls, and counts there. Nothing of the
+choice is traced, so none of it can be baked into an artifact.
+
+The functional form returns new contiguous tensors, as the fake promises. The in-place form
+`<op>_` writes its arguments and returns nothing.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from ..dispatch.binding import Binding
+from ..dispatch.errors import DispatchError
+from ..dispatch.manager import get_default_manager
+from .contract import OpContract
+
+__all__ = ["NAMESPACE", "Entry", "bind_name", "define", "entries", "op_for"]
+
+NAMESPACE = "vllm_fl"
+
+_library = torch.library.Library(NAMESPACE, "FRAGMENT")
+_defined: dict[str, OpContract] = {}
+
+
+@dataclass(slots=True)
+class Entry:
+    """A binding under the name that graphs hold.
+
+    Attributes:
+        name: the constant in the graph.
+        binding: what the layer was bound to.
+        fn: what runs; counting swaps it.
+    """
+
+    name: str
+    binding: Binding
+    fn: Callable[..., Any]
+
+
+entries: dict[str, Entry] = {}
+"""The bindings that graphs of this process may name."""
+
+
+def bind_name(binding: Binding, facts: str) -> Entry:
+    """Make a binding reachable from graphs, and return its entry.
+
+    The name is the same in every process that makes the same choice for the same facts, because
+    a graph compiled by one is run by the others.
+    """
+    chain = ">".join(impl.impl_id for impl in binding.decision.candidates)
+    name = f"{binding.op}({facts}):{chain}"
+    if name not in entries:
+        entries[name] = Entry(name, binding, binding.fn)
+    return entries[name]
+
+
+def define(contract: OpContract) -> None:
+    """Define the torch ops of a contract. A second time is fine."""
+    if contract.name in _defined:
+        return
+    _defined[contract.name] = contract
+    forms: list[tuple[str, str, Callable[..., Any], Callable[..., Any]]] = [
+        (contract.name, contract.schema, _functional(contract), contract.fake)
+    ]
+    if contract.inplace_schema is not None:
+        name = f"{contract.name}_"
+        forms.append((name, contract.inplace_schema, _inplace(contract), _no_output))
+    for name, schema, body, fake in forms:
+        arguments, arrow, returns = schema.partition(") -> ")
+        _library.define(
+            f'{name}{arguments}, *, str binding=""{arrow}{returns}',
+            tags=(torch.Tag.needs_fixed_stride_order, torch.Tag.pt2_compliant_tag),
+        )
+        _library.impl(name, body, "CompositeExplicitAutograd")
+        torch.library.register_fake(f"{NAMESPACE}::{name}", _without_binding(fake), lib=_library)
+
+
+def op_for(op_name: str, *, inplace: bool) -> Any:
+    """The torch op of a contract, as a callable of plain arguments and `binding=`."""
+    return getattr(getattr(torch.ops, NAMESPACE), f"{op_name}_" if inplace else op_name).default
+
+
+def _without_binding(fake: Callable[..., Any]) -> Callable[..., Any]:
+    def call(*args: Any, binding: str = "", **kwargs: Any) -> Any:
+        return fake(*args, **kwargs)
+
+    return call
+
+
+def _no_output(*args: Any, **kwargs: Any) -> None:
+    """The fake of an in-place form."""
+
+
+def _run(contract: OpContract, binding: str, args: tuple[Any, ...], kwargs: Any) -> Any:
+    if not binding:
+        return get_default_manager().call(contract.name, *args, **kwargs)
+    entry = entries.get(binding)
+    if entry is None:
+        raise DispatchError(
+            f"torch.ops.{NAMESPACE}.{contract.name}: this graph was compiled for the binding "
+            f"'{binding}', which no layer of this process made; known: "
+            f"{', '.join(entries) or 'none'}. Delete vLLM's compile cache, or run once with "
+            "VLLM_DISABLE_COMPILE_CACHE=1."
+        )
+    return entry.fn(*args, **kwargs)
+
+
+def _functional(contract: OpContract) -> Callable[..., Any]:
+    def body(*args: Any, binding: str = "", **kwargs: Any) -> Any:
+        result = _run(contract, binding, args, kwargs)
+        if isinstance(result, tuple):
+            # A torch op cannot return None: an output that is not there has no elements.
+            return tuple(result[0].new_empty(0) if t is None else t.contiguous() for t in result)
+        return result.contiguous()
+
+    return body
+
+
+def _inplace(contract: OpContract) -> Callable[..., Any]:
+    names = contract.signature.parameter_names
+    written = contract.signature.inplace
+    positions = tuple(names.index(name) for name in written)
+
+    def body(*args: Any, binding: str = "", **kwargs: Any) -> None:
+        results = _run(contract, binding, args, kwargs)
+        if not isinstance(results, tuple):
+            results = (results,)
+        for position, name, result in zip(positions, written, results, strict=True):
+            target = args[position] if position < len(args) else kwargs.get(name)
+            if target is not None and result is not target:
+                target.copy_(result)
+
+    return body
