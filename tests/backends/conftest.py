@@ -54,5 +54,7 @@ def aligned_stores(kernels: Any) -> None:
     """Skips where bfloat16 is not served, or may be stored anywhere without harm."""
     if platform.machine() not in ("x86_64", "AMD64"):
         pytest.skip("bfloat16 vectors may be stored anywhere on this machine")
-    if not torch.cpu._is_avx512_bf16_supported():
+    from vllm_fl.backends.vendor.cpu.impl.common import DTYPES
+
+    if torch.bfloat16 not in DTYPES:
         pytest.skip("bfloat16 is not served without AVX512_BF16")

@@ -9,10 +9,16 @@ from typing import Any
 import pytest
 
 from vllm_fl.dispatch import Config, ConfigError, OpRegistry, SelectionPolicy, load_config
-from vllm_fl.dispatch.config import SETTINGS, check_names, sources_in_context, variable_names
-from vllm_fl.dispatch.types import VendorInfo
+from vllm_fl.dispatch.config import (
+    SETTINGS,
+    check_names,
+    shipped_policy,
+    sources_in_context,
+    variable_names,
+)
+from vllm_fl.dispatch.types import DeviceFacts, VendorInfo
 
-from .helpers import SCALE, make_impl
+from .helpers import ROOT, SCALE, make_impl
 
 VARIABLES = (
     "VLLM_FL_ENABLED, VLLM_FL_CONFIG, VLLM_FL_PREFER, VLLM_FL_STRICT, VLLM_FL_PER_OP, "
@@ -453,7 +459,7 @@ def test_sources_merge_key_by_key_and_the_first_that_speaks_wins(file: Any, tmp_
         "prefer": "environment variable VLLM_FL_PREFER",
         "strict": "--additional-config vllm_fl.strict",
         "allow_vendors": f"{path}:3",
-        "flagos_blacklist": f"{shipped}:4",
+        "flagos_blacklist": "shipped policy shipped.yaml:4",
     }
 
 
@@ -481,8 +487,41 @@ def test_op_backends_merge_op_by_op(file: Any, tmp_path: Path) -> None:
         "a": "environment variable VLLM_FL_PER_OP",
         "b": "--additional-config vllm_fl.op_backends",
         "c": f"{path}:4",
-        "d": f"{shipped}:3",
+        "d": "shipped policy shipped.yaml:3",
     }
+
+
+@pytest.mark.parametrize(
+    "given",
+    [
+        {"environ": {"VLLM_FL_PREFER": "vendor"}},
+        {"environ": {}, "additional": {"prefer": "vendor"}},
+    ],
+)
+def test_whoever_prefers_a_kind_does_without_the_orders_of_the_shipped_policy(
+    given: dict[str, Any], tmp_path: Path
+) -> None:
+    shipped = tmp_path / "shipped.yaml"
+    shipped.write_text("op_backends:\n  a: [flagos]\nflagos_blacklist: [b]\n")
+    assert load_config({}, shipped=shipped).policy.order_for("a") == ("flagos",)
+    config = load_config(**given, shipped=shipped)
+    assert config.policy.per_op_order == ()
+    assert config.policy.flagos_blacklist == {"b"}
+
+
+def test_a_shipped_policy_is_found_by_the_devices_vendor_and_can_be_read() -> None:
+    assert shipped_policy(DeviceFacts("nobody", "cpu")) is None
+    for path in (ROOT / "vllm_fl" / "policies").glob("*.yaml"):
+        assert shipped_policy(DeviceFacts(path.stem, "cpu")) == path
+        load_config({}, shipped=path)
+
+
+def test_a_broken_shipped_policy_is_named_without_its_folder(tmp_path: Path) -> None:
+    shipped = tmp_path / "shipped.yaml"
+    shipped.write_text("strict: 1\n")
+    assert text_of(shipped=shipped) == (
+        "shipped policy shipped.yaml:1: strict: must be true or false, found 1 of type int"
+    )
 
 
 def test_an_order_may_be_given_for_one_mode(file: Any) -> None:

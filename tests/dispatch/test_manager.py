@@ -5,6 +5,7 @@ import gc
 import threading
 import weakref
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -482,6 +483,41 @@ def test_a_wrong_environment_is_an_error_at_first_use(monkeypatch: pytest.Monkey
     with pytest.raises(ConfigError) as caught:
         call_op("scale", 1)
     assert str(caught.value).startswith('environment variable VLLM_FL_PREFER="cuda": unknown kind')
+
+
+def test_the_policy_shipped_for_the_device_is_used_and_gives_way_to_the_environment(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def shipped(device: DeviceFacts) -> Path | None:
+        path = tmp_path / f"{device.vendor}.yaml"
+        return path if path.is_file() else None
+
+    (tmp_path / "acme.yaml").write_text("op_backends:\n  scale: [reference]\n")
+    monkeypatch.setattr("vllm_fl.dispatch.manager.shipped_policy", shipped)
+    manager = OpManager(device=CPU)
+    manager.registry.register_many([make_impl("vendor.acme"), make_impl("reference.torch")])
+    assert winner(manager) == "vendor.acme"
+    manager.set_device(ACME)
+    assert winner(manager) == "reference.torch"
+    assert manager.explain("scale").reason == (
+        "the order for scale names it (from shipped policy acme.yaml:2)"
+    )
+    monkeypatch.setenv("VLLM_FL_PER_OP", "scale=vendor")
+    again = OpManager(manager.registry, device=ACME)
+    assert winner(again) == "vendor.acme"
+    assert winner(OpManager(manager.registry, config=Config(), device=ACME)) == "vendor.acme"
+    assert again.read_config({"prefer": "flagos"}).policy.prefer == "flagos"
+
+
+def test_a_frozen_manager_does_not_read_the_environment_again(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    manager = OpManager(device=CPU)
+    manager.registry.register_many([make_impl("vendor.acme"), make_impl("reference.torch")])
+    manager.freeze()
+    monkeypatch.setenv("VLLM_FL_PREFER", "reference")
+    manager.set_device(manager.device)
+    assert winner(manager) == "vendor.acme"
 
 
 # -------------------------------------------------------------------------- several of them

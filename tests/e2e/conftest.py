@@ -170,8 +170,10 @@ class Engines:
         answer = self._folder / f"{len(self._replies)}.reply.json"
         question.write_text(json.dumps(request))
         command = [python, HERE / "engine.py", question, answer]
-        log = run_process(command, changes, fails=fails).stderr
-        return {"log": log} | ({} if fails else json.loads(answer.read_text()))
+        outcome = run_process(command, changes, fails=fails)
+        return {"log": outcome.stdout + outcome.stderr} | (
+            {} if fails else json.loads(answer.read_text())
+        )
 
 
 @pytest.fixture(scope="session", name="environment")

@@ -5,6 +5,7 @@ import pytest
 
 pytestmark = [pytest.mark.e2e, pytest.mark.extended]
 
+ADDITIONAL = {"prefer": "reference", "op_backends": {"rms_norm": ["vendor:cpu"]}}
 KERNEL = ("vendor.cpu", "highest priority available (100)")
 DEFAULT = {
     "fused_add_rms_norm": KERNEL,
@@ -16,6 +17,10 @@ DEFAULT = {
 
 def variable(name: str) -> str:
     return f"(from environment variable {name})"
+
+
+def additional(key: str) -> str:
+    return f"(from --additional-config vllm_fl.{key})"
 
 
 def everywhere(impl_id: str, reason: str) -> dict[str, tuple[str, str]]:
@@ -63,18 +68,12 @@ def everywhere(impl_id: str, reason: str) -> dict[str, tuple[str, str]]:
         ),
         pytest.param(
             {},
-            {
-                "additional_config": {
-                    "vllm_fl": {"prefer": "reference", "op_backends": {"rms_norm": ["vendor:cpu"]}}
-                }
-            },
-            everywhere(
-                "reference.torch", "prefer = reference (from --additional-config vllm_fl.prefer)"
-            )
+            {"additional_config": {"vllm_fl": ADDITIONAL}},
+            everywhere("reference.torch", f"prefer = reference {additional('prefer')}")
             | {
                 "rms_norm": (
                     "vendor.cpu",
-                    "the order for rms_norm names it (from --additional-config vllm_fl.op_backends)",
+                    f"the order for rms_norm names it {additional('op_backends')}",
                 )
             },
             id="additional_config",

@@ -291,6 +291,22 @@ def test_loading_the_model_freezes_the_choice_and_logs_one_line(register, start,
     ]
 
 
+def test_a_layer_that_changed_while_the_model_was_loaded_is_decided_again(
+    register, start, build, rows
+) -> None:
+    from vllm.model_executor.layers.layernorm import RMSNorm
+
+    def load() -> Any:
+        layer = build(RMSNorm, 64)
+        layer.variance_size_override = 32
+        return layer
+
+    register()
+    worker = start(load=load)
+    assert served_by(worker.model)["rms_norm"] == "reference.torch"
+    assert rows()["rms_norm"]["rejected"][0]["reason"] == "variance_size 32 is given"
+
+
 def test_a_model_without_a_known_layer_is_logged_too(register, start, log) -> None:
     register(LOG_LEVEL="INFO")
     start(load=lambda: None)

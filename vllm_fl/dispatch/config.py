@@ -17,6 +17,7 @@ from typing import Any
 from .errors import ConfigError, did_you_mean
 from .policy import SelectionPolicy, check_kind, check_order_key, check_token, token_matches
 from .registry import OpRegistrySnapshot
+from .types import DeviceFacts
 
 __all__ = [
     "ADDITIONAL_CONFIG",
@@ -26,6 +27,7 @@ __all__ = [
     "Setting",
     "check_names",
     "load_config",
+    "shipped_policy",
     "sources_in_context",
     "variable_names",
 ]
@@ -359,8 +361,18 @@ def load_config(
     if path:
         given.append(_from_file(Path(path), f"{PREFIX}CONFIG={path}"))
     if shipped is not None:
-        given.append(_from_file(shipped, "shipped policy"))
+        policy = _from_file(shipped, "shipped policy", label=f"shipped policy {shipped.name}")
+        if any("prefer" in source.values for source in given):
+            # Its orders say which kind is best here; whoever prefers a kind has said otherwise.
+            policy.values.pop("op_backends", None)
+        given.append(policy)
     return _merge(given)
+
+
+def shipped_policy(device: DeviceFacts) -> Path | None:
+    """The policy file that ships with vllm_fl for a device's vendor, or None."""
+    path = Path(__file__).parent.parent / "policies" / f"{device.vendor}.yaml"
+    return path if path.is_file() else None
 
 
 def _from_environ(environ: Mapping[str, str]) -> _Given:
@@ -391,8 +403,11 @@ def _from_additional(data: Any) -> _Given:
     return _check_keys({str(k): v for k, v in data.items()}, places, {})
 
 
-def _from_file(path: Path, who: str) -> _Given:
+def _from_file(path: Path, who: str, label: str | None = None) -> _Given:
+    """Read a YAML file; `label` stands for its path where places are named."""
     import yaml
+
+    named = label or str(path)
 
     try:
         text = path.read_text(encoding="utf-8")
@@ -409,13 +424,13 @@ def _from_file(path: Path, who: str) -> _Given:
             return _Given({}, {})
         if not isinstance(root, yaml.MappingNode):
             raise ConfigError(
-                f"{path}:1: expected a mapping with the keys {', '.join(_BY_KEY)}, "
+                f"{named}:1: expected a mapping with the keys {', '.join(_BY_KEY)}, "
                 f"found {_typed(loader.construct_object(root, deep=True))}"
             )
         values, places, inner = {}, {}, {}
         for key_node, value_node in root.value:
             key = str(loader.construct_object(key_node, deep=True))
-            place = f"{path}:{key_node.start_mark.line + 1}"
+            place = f"{named}:{key_node.start_mark.line + 1}"
             if key in values:
                 raise ConfigError(f'{place}: the key "{key}" is given twice')
             values[key] = loader.construct_object(value_node, deep=True)
@@ -423,7 +438,7 @@ def _from_file(path: Path, who: str) -> _Given:
             if isinstance(value_node, yaml.MappingNode):
                 for inner_node, _ in value_node.value:
                     name = str(loader.construct_object(inner_node, deep=True))
-                    where = f"{path}:{inner_node.start_mark.line + 1}"
+                    where = f"{named}:{inner_node.start_mark.line + 1}"
                     if (key, name) in inner:
                         raise ConfigError(f'{where}: "{name}" is given twice in {key}')
                     inner[key, name] = where
@@ -431,7 +446,7 @@ def _from_file(path: Path, who: str) -> _Given:
         mark = getattr(error, "problem_mark", None)
         line = f":{mark.line + 1}" if mark is not None else ""
         problem = getattr(error, "problem", None) or str(error)
-        raise ConfigError(f"{path}{line}: not valid YAML ({problem})") from None
+        raise ConfigError(f"{named}{line}: not valid YAML ({problem})") from None
     return _check_keys(values, places, inner)
 
 

@@ -14,7 +14,7 @@ from typing import Any
 from .. import __version__
 from .binding import Binding, annotate, compose, native_binding, reachable
 from .builtin_ops import DEVICE_PROBE
-from .config import Config, load_config, sources_in_context
+from .config import Config, load_config, shipped_policy, sources_in_context
 from .decision import Call, Decision, Loser, decide, order_candidates
 from .discovery import PluginRecord, discover
 from .errors import (
@@ -24,7 +24,6 @@ from .errors import (
     UnknownOpError,
     did_you_mean,
 )
-from .fingerprint import fingerprint
 from .fork import renew_all, reset_in_child
 from .log import configure_logging, logger
 from .policy import MODES, NATIVE, SelectionPolicy, active_policy
@@ -61,6 +60,7 @@ class OpManager:
     ) -> None:
         self._registry = OpRegistry() if registry is None else registry
         self._config = config
+        self._own_config = False  # read from the environment, and not handed in
         self._given_device = device
         self._plugins: tuple[PluginRecord, ...] = ()
         self._start_over()
@@ -107,12 +107,23 @@ class OpManager:
             with self._lock:
                 if self._config is None:
                     self._config = load_config()
+                    self._own_config = True
         return self._config
+
+    def read_config(self, additional: Mapping[str, Any] | None = None) -> Config:
+        """Read every source anew: environment, `additional` (the "vllm_fl" entry of vLLM's
+        additional_config), the file, and the policy shipped for this device."""
+        return load_config(additional=additional, shipped=shipped_policy(self.device))
 
     @property
     def base_policy(self) -> SelectionPolicy:
         """The policy outside of any policy context."""
         return self.config.policy
+
+    @property
+    def policy_in_force(self) -> SelectionPolicy:
+        """The innermost policy context's policy, or the base policy."""
+        return self._policy_in_force()[0]
 
     @property
     def device(self) -> DeviceFacts:
@@ -156,8 +167,10 @@ class OpManager:
                     self._plugins = discover(
                         self._registry, config.plugin_modules, strict=config.policy.strict
                     )
-                    config.check_against(self._registry.snapshot(), self._plugin_notes())
                     device = self.device  # a wrong VLLM_FL_PLATFORM is found here
+                    if self._own_config:
+                        self._config = config = self.read_config()
+                    config.check_against(self._registry.snapshot(), self._plugin_notes())
                 except Exception:
                     self._registry.drop_discovered()
                     raise
@@ -209,6 +222,7 @@ class OpManager:
             if self._frozen is not None:
                 self._refuse_other_orders(config.policy)
             self._config = config
+            self._own_config = False
             self._invalidate()
 
     def set_device(self, device: DeviceFacts) -> None:
@@ -216,7 +230,10 @@ class OpManager:
         with self._lock:
             if self._frozen is not None and device != self._device:
                 raise DispatchFrozen(_frozen_text(f"the device would become {device}"))
+            another = device != self._device
             self._given_device = self._device = device
+            if another and self._own_config and self._ready:
+                self._config = self.read_config()  # another device has another shipped policy
             self._invalidate()
 
     # ---------------------------------------------------------------------- decisions
@@ -319,7 +336,7 @@ class OpManager:
                 dispatch_compiled=dispatch_compiled,
                 batch_invariant=batch_invariant,
             )
-            strict = self._policy_in_force()[0].strict
+            strict = self.policy_in_force.strict
             rejection = decision.first_choice_rejected
             if strict and rejection is not None:
                 raise GuardRejected(
@@ -502,6 +519,8 @@ class OpManager:
 
     def fingerprint(self, extra: tuple[str, ...] = ()) -> str:
         """A hash of everything that decides which code runs; see `fingerprint.py`."""
+        from .fingerprint import fingerprint  # with hashlib and json, a sixth of the import time
+
         self.ensure_initialized()
         snapshot = self._frozen or self._registry.snapshot()
         return fingerprint(snapshot, self._policy_in_force()[0], self.device, extra=extra)

@@ -12,7 +12,7 @@ The functional form returns new contiguous tensors, as the fake promises. The in
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -20,6 +20,7 @@ import torch
 from ..dispatch.binding import Binding
 from ..dispatch.errors import DispatchError
 from ..dispatch.manager import get_default_manager
+from ..dispatch.types import OpImpl
 from .contract import OpContract
 
 __all__ = ["NAMESPACE", "Entry", "bind_name", "define", "entries", "op_for"]
@@ -38,11 +39,17 @@ class Entry:
         name: the constant in the graph.
         binding: what the layer was bound to.
         fn: what runs; counting swaps it.
+        calls: impl_id to the calls counted, by all layers that share the binding.
     """
 
     name: str
     binding: Binding
     fn: Callable[..., Any]
+    calls: dict[str, int] = field(default_factory=dict)
+
+    def count(self, impl: OpImpl) -> None:
+        """One more call."""
+        self.calls[impl.impl_id] = self.calls.get(impl.impl_id, 0) + 1
 
 
 entries: dict[str, Entry] = {}

@@ -8,12 +8,15 @@ from collections.abc import Callable
 from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
-from ..dispatch.config import ADDITIONAL_CONFIG, Config, check_names, load_config, variable_names
+from ..dispatch.config import ADDITIONAL_CONFIG, Config, check_names, variable_names
 from ..dispatch.manager import get_default_manager
 from . import hooks
 
 if TYPE_CHECKING:
     from .layers import LayerSpec
+
+FINGERPRINT = "VLLM_FL_DISPATCH_FINGERPRINT"
+"""The name under which vLLM's `envs.compile_factors` finds the fingerprint."""
 
 __all__ = ["check_layer_names", "register", "unregister"]
 
@@ -53,10 +56,25 @@ def _make_variables_known() -> None:
 
     for name in variable_names():
         envs.environment_variables.setdefault(name, _no_factor)
+    envs.environment_variables[FINGERPRINT] = _fingerprint
 
 
 def _no_factor() -> None:
     return None
+
+
+def _fingerprint() -> str:
+    """What vllm_fl adds to vLLM's compile-cache keys.
+
+    Without it, a change of policy, of a kernel's source or of the plugin itself would go on
+    running what an earlier choice had compiled. It is there also when vllm_fl is switched off.
+    """
+    manager = get_default_manager()
+    if not manager.config.enabled:
+        return "off"
+    from .layers.serve import choices
+
+    return manager.fingerprint(extra=choices())
 
 
 def check_layer_names(config: Config) -> None:
@@ -151,7 +169,7 @@ def _prepare(vllm_config: Any) -> None:
     given = additional.get("vllm_fl") if isinstance(additional, dict) else None
     sources = manager.config.sources.values()
     if given is not None or any(ADDITIONAL_CONFIG in source for source in sources):
-        config = load_config(additional=given)  # without what an earlier model was given
+        config = manager.read_config(given)  # without what an earlier model was given
         check_layer_names(config)
         manager.configure(config)
 

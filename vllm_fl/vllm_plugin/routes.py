@@ -26,6 +26,7 @@ def route_rows() -> list[dict[str, Any]]:
     on), reason, rejected (a list of {"impl_id", "reason"}).
     """
     rows: dict[tuple[str, str, str, str], dict[str, Any]] = {}
+    counted: set[int] = set()  # layers share their counts where they share a graph's binding
     for record in list(records):
         if record.layer() is None:
             continue
@@ -47,6 +48,9 @@ def route_rows() -> list[dict[str, Any]]:
             _reject(row, ((r.impl_id, r.reason) for r in binding.decision.rejected()))
             for impl_id, reasons in binding.call_rejections.items():
                 _reject(row, ((impl_id, f"some calls: {reason}") for reason in reasons))
+            if id(served.calls) in counted:
+                continue
+            counted.add(id(served.calls))
             for impl_id, calls in served.calls.items():
                 reason = (
                     binding.decision.reason

@@ -80,7 +80,7 @@ def test_a_subclass_without_a_forward_of_its_own_is_served(register, build, rms_
     assert is_served(layer)
 
 
-@pytest.mark.parametrize("which", ["cpu", "native", "cuda", "oot", "hip", "xpu", "tpu"])
+@pytest.mark.parametrize("which", ["cpu", "native", "cuda", "oot", "hip", "xpu", "tpu", "static"])
 def test_a_subclass_with_its_own_forward_of_any_platform_stays_native(
     register, build, rms_norm, which
 ) -> None:
@@ -166,7 +166,9 @@ def test_deciding_again_heeds_the_policy_under_which_the_layer_was_built(
     register()
     with with_denied_vendors("cpu"):
         layer = build(rms_norm, 64)
-    layer.to(torch.bfloat16)
+    twin = copy.deepcopy(layer)
+    for changed in (layer, twin):
+        changed.to(torch.bfloat16)
     settle()
     assert bound(layer).facts["rms_norm"]["weight_dtype"] is torch.bfloat16
     assert {impl_id for impl_id, _ in reasons()} == {"reference.torch"}
@@ -472,6 +474,14 @@ def test_a_deep_copy_is_served_and_independent_of_the_original(both, rms_norm) -
     assert_close(twin(x), stock(x))
     twin.weight.data.fill_(1)
     assert served(x).eq(0).all()
+    assert {row["bound"] for row in route_rows()} == {2}
+
+
+def test_a_copy_that_starts_at_the_forward_is_one_layer_too(register, build, rms_norm) -> None:
+    register()
+    served = build(rms_norm, 64)
+    forward, twin = copy.deepcopy([served._forward_method, served])
+    assert forward.__self__ is bound(twin)
     assert {row["bound"] for row in route_rows()} == {2}
 
 

@@ -17,7 +17,7 @@ def _facts(layer: Any) -> dict[str, dict[str, Any]]:
     facts = {
         "hidden_size": layer.hidden_size,
         "weight_dtype": None if weight is None else weight.dtype,
-        "weight_size": None if weight is None else weight.shape[-1],
+        "weight_size": None if weight is None else weight.numel(),
         "variance_size": layer.variance_size_override,
     }
     return {"rms_norm": facts, "fused_add_rms_norm": facts}

@@ -13,7 +13,8 @@ import copy
 import types
 import weakref
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Any
 
 from ...dispatch.binding import Binding, annotate
@@ -22,16 +23,37 @@ from ...dispatch.log import logger
 from ...dispatch.manager import get_default_manager
 from ...dispatch.policy import active_policy, policy_context
 from ...dispatch.types import BackendImplKind, OpImpl
-from ..compile import LEFT_TO_COMPILER, layer_mode
+from ...ops.library import Entry
+from ..compile import EAGER, explicitly_off, fused_by_vllm, layer_mode, opaque
 from ..features import batch_invariant, platform_has_kernels
 
-__all__ = ["BoundLayer", "LayerSpec", "ServedLayer", "ServedOp", "note", "records", "serve",
-           "settle"]  # fmt: skip
+__all__ = [
+    "BoundLayer",
+    "LayerSpec",
+    "ServedLayer",
+    "ServedOp",
+    "choices",
+    "note",
+    "records",
+    "serve",
+    "settle",
+]
 
-FORWARDS = ("native", "cuda", "hip", "cpu", "xpu", "tpu", "oot")
-"""The suffixes of the forwards that vLLM's CustomOp dispatches to."""
+FORWARDS = ("native", "cuda", "hip", "cpu", "xpu", "tpu", "oot", "static")
+"""The suffixes of the forwards that vLLM's CustomOp dispatches to, and of what they share."""
 
 _Facts = Mapping[str, Mapping[str, Any] | None]
+
+
+@dataclass(frozen=True, slots=True)
+class _Asked:
+    """Under what conditions a layer was built: vLLM's name of it, "eager" or "compiled",
+    whether `custom_ops` enables it, and whether its arguments may be written."""
+
+    layer: str
+    mode: str
+    enabled: bool
+    donate: bool
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,16 +82,30 @@ class LayerSpec:
 
 @dataclass(slots=True)
 class ServedOp:
-    """One op of one layer: its binding, or why it stays native, and its calls by impl_id."""
+    """One op of one layer.
+
+    Attributes:
+        op: its name.
+        binding: what serves it, or None where vLLM's own forward does.
+        native_reason: why it does.
+        calls: impl_id to the calls counted; in compiled mode shared by the layers that share
+            a binding.
+        entry: in compiled mode, the binding as graphs know it.
+        graph_fn: in compiled mode, the function that the compiler traces.
+    """
 
     op: str
     binding: Binding | None
     native_reason: str
     calls: dict[str, int] = field(default_factory=dict)
+    entry: Entry | None = None
+    graph_fn: Callable[..., Any] | None = None
 
     @property
     def fn(self) -> Callable[..., Any] | None:
         """The bound function; None where vLLM's own forward serves the op."""
+        if self.graph_fn is not None:
+            return self.graph_fn
         return None if self.binding is None else self.binding.fn
 
     def count(self, impl: OpImpl) -> None:
@@ -108,6 +144,10 @@ class ServedLayer:
             return
         for served in self.ops:
             traced = served.binding.traced if served.binding is not None else None
+            if served.entry is not None:  # the graph stays; what it calls is swapped
+                entry = served.entry
+                entry.fn = traced(entry.count) if on and traced else entry.binding.fn
+                continue
             setattr(bound, served.op, traced(served.count) if on and traced else served.fn)
 
 
@@ -122,12 +162,12 @@ class BoundLayer:
     """
 
     def __init__(
-        self, layer: Any, spec: LayerSpec, facts: _Facts, donate: bool, native: Any
+        self, layer: Any, spec: LayerSpec, facts: _Facts, asked: _Asked, native: Any
     ) -> None:
         self.layer = layer
         self.spec = spec
         self.facts = facts
-        self.donate = donate
+        self.asked = asked
         self.native = native
         self.policy = active_policy()
         self.record: ServedLayer
@@ -141,10 +181,13 @@ class BoundLayer:
 
     def __deepcopy__(self, memo: dict[int, Any]) -> BoundLayer:
         layer = copy.deepcopy(self.layer, memo)
+        if id(self) in memo:  # the layer led here
+            copied: BoundLayer = memo[id(self)]
+            return copied
         native = copy.deepcopy(self.native, memo)
-        bound = BoundLayer(layer, self.spec, self.facts, self.donate, native)
+        bound = BoundLayer(layer, self.spec, self.facts, self.asked, native)
         bound.policy = self.policy
-        ops = tuple(ServedOp(op.op, op.binding, op.native_reason) for op in self.record.ops)
+        ops = tuple(replace(op, calls=op.entry.calls if op.entry else {}) for op in self.record.ops)
         bound.take(_record(layer, self.record.mode, ops))
         return bound
 
@@ -181,12 +224,28 @@ def serve(layer: Any, spec: LayerSpec, base: type, *, donate: bool) -> None:
     mode = layer_mode()
     native = _why_native(layer, spec, base, mode)
     facts = spec.facts(layer)
-    ops = tuple(_bind(op_name, of_op, mode, native, donate) for op_name, of_op in facts.items())
+    asked = _Asked(spec.name, mode, bool(layer.enabled() or layer._enforce_enable), donate)
+    ops = tuple(_bind(op_name, of_op, asked, native) for op_name, of_op in facts.items())
     record = _record(layer, mode, ops)
     if any(served.binding is not None for served in ops):
-        bound = BoundLayer(layer, spec, facts, donate, layer._forward_method)
+        bound = BoundLayer(layer, spec, facts, asked, layer._forward_method)
         bound.take(record)
         layer.__dict__["_forward_method"] = types.MethodType(spec.forward, bound)
+
+
+def choices() -> tuple[str, ...]:
+    """What was decided for the layers that were built, each once: what a compiler will trace."""
+    said = set()
+    for record in records:
+        for served in record.ops:
+            if served.entry is not None:
+                what = served.entry.name
+            elif served.binding is not None:
+                what = str(served.binding.decision.winner_id)
+            else:
+                what = f"native ({served.native_reason})"
+            said.add(f"{record.class_name}.{served.op} {record.mode}: {what}")
+    return tuple(sorted(said))
 
 
 def settle() -> None:
@@ -203,8 +262,7 @@ def settle() -> None:
         policy = bound.policy
         with policy_context(policy) if policy is not None else contextlib.nullcontext():
             record.ops = tuple(
-                _bind(op_name, of_op, record.mode, None, bound.donate)
-                for op_name, of_op in facts.items()
+                _bind(op_name, of_op, bound.asked, None) for op_name, of_op in facts.items()
             )
         bound.take(record)
         if not any(served.binding is not None for served in record.ops):
@@ -219,11 +277,10 @@ def _why_native(layer: Any, spec: LayerSpec, base: type, mode: str) -> str | Non
     own = _own_forward(type(layer), base)
     if own is not None:
         return own
-    if not (layer.enabled() or layer._enforce_enable):
-        # Under the compiler that is vLLM's default; in eager mode somebody asked for it.
-        return LEFT_TO_COMPILER if mode == "compiled" else "custom_ops disables it"
-    if mode == "compiled":
-        return LEFT_TO_COMPILER
+    # Not enabled is vLLM's default under the compiler; in eager mode somebody asked for it.
+    enabled = layer.enabled() or layer._enforce_enable
+    if explicitly_off(spec.name) or (mode == EAGER and not enabled):
+        return "custom_ops disables it"
     return spec.refuses(layer)
 
 
@@ -246,20 +303,22 @@ def _own_forward(cls: type, base: type) -> str | None:
 
 
 def _bind(
-    op_name: str, facts: Mapping[str, Any] | None, mode: str, native: str | None, donate: bool
+    op_name: str, facts: Mapping[str, Any] | None, asked: _Asked, native: str | None
 ) -> ServedOp:
     if native is not None:
         return ServedOp(op_name, None, native)
     manager = get_default_manager()
+    bind = partial(
+        manager.bind_op,
+        op_name,
+        facts=facts,
+        mode=asked.mode,
+        layer=True,
+        dispatch_compiled=asked.enabled,
+        batch_invariant=batch_invariant(),
+    )
     try:
-        binding = manager.bind_op(
-            op_name,
-            donate=donate,
-            facts=facts,
-            mode=mode,
-            layer=True,
-            batch_invariant=batch_invariant(),
-        )
+        binding = bind(donate=asked.donate)
     except NoImplementationError as error:
         logger.debug("%s stays native: %s", op_name, error)
         reasons = [line.strip() for line in str(error).splitlines()[1:]]
@@ -277,7 +336,17 @@ def _bind(
         return ServedOp(
             op_name, None, "only the reference could serve it; vLLM's own kernel is faster"
         )
-    return ServedOp(op_name, binding, "")
+    if asked.mode == EAGER or winner is None:
+        return ServedOp(op_name, binding, "")
+    forced = bool(manager.policy_in_force.order_for(op_name, asked.mode))
+    fusion = None if forced else fused_by_vllm(asked.layer)
+    if fusion is not None:
+        return ServedOp(op_name, None, fusion)
+    inplace = asked.donate and bool(winner.mutates)
+    if asked.donate and not inplace:
+        binding = bind(donate=False)  # the functional node must not write, whoever runs it
+    entry, graph_fn = opaque(binding, facts, inplace=inplace)
+    return ServedOp(op_name, entry.binding, "", entry.calls, entry, graph_fn)
 
 
 def note(error: Exception, bound: Any, op_name: str, args: tuple[Any, ...]) -> None:

@@ -407,7 +407,7 @@ _ROTARY = (
     ),
 )  # fmt: skip
 
-_ALL = (
+CASES: tuple[Refusal, ...] = (
     *_of_gated("silu_and_mul"),
     *_of_gated("gelu_and_mul"),
     *_GELU,
@@ -416,4 +416,7 @@ _ALL = (
     *_FUSED,
     *_ROTARY,
 )
-REFUSALS: tuple[Refusal, ...] = tuple(r for r in _ALL if BF16 in SERVED or not r.aligned)
+"""All of them, on any machine."""
+
+REFUSALS: tuple[Refusal, ...] = tuple(r for r in CASES if BF16 in SERVED or not r.aligned)
+"""Those that can come up on this machine."""

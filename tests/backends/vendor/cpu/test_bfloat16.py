@@ -86,6 +86,7 @@ def test_only_x86_without_the_instructions_is_left_out(
     monkeypatch, machine, instructions, expected
 ):
     monkeypatch.setattr(platform, "machine", lambda: machine)
+    monkeypatch.setattr(torch.cpu, "_is_avx512_supported", lambda: True)
     monkeypatch.setattr(torch.cpu, "_is_avx512_bf16_supported", lambda: instructions)
     assert common._rounds_bfloat16() is expected
 

@@ -11,13 +11,13 @@ import torch
 def _rounds_bfloat16() -> bool:
     """Whether the build that vLLM loads here rounds to bfloat16, or truncates.
 
-    On x86 only the one for AVX512_BF16 rounds, and vLLM asks torch the same question. The
+    On x86 only the one for AVX512_BF16 rounds, and vLLM asks torch the same questions. The
     others are off by up to 1 ulp, always towards zero: a residual that 64 calls of
     fused_add_rms_norm added to was off by 11 %, instead of 1 %.
     """
     if platform.machine() not in ("x86_64", "AMD64"):
         return True
-    return bool(torch.cpu._is_avx512_bf16_supported())
+    return bool(torch.cpu._is_avx512_supported() and torch.cpu._is_avx512_bf16_supported())
 
 
 DTYPES = frozenset(
