@@ -132,7 +132,8 @@ class Engines:
             **llm: arguments of vllm.LLM beside the usual ones.
         """
         changes = {"VLLM_ENABLE_V1_MULTIPROCESSING": "0", **(changes or {})}
-        has_plugin = changes.get("VLLM_PLUGINS") != "" and changes.get("VLLM_FL_ENABLED") != "0"
+        loaded = "fl" in changes.get("VLLM_PLUGINS", "fl").split(",")
+        has_plugin = loaded and changes.get("VLLM_FL_ENABLED") != "0"
         request = {
             "llm": {
                 "model": str(self._request.getfixturevalue(f"{model}_model")),

@@ -31,3 +31,32 @@ def test_compiled_results_are_those_of_vllm_alone(engine) -> None:
     ours, theirs = engine("tiny", **settings), engine.stock("tiny", **settings)
     assert ours["tokens"] == theirs["tokens"]
     assert ours["logprobs"] == theirs["logprobs"]
+
+
+@pytest.mark.parametrize(
+    ("changes", "llm"),
+    [
+        ({"VLLM_FL_PER_OP": "rms_norm=vendor:cpu"}, {}),
+        ({}, {"custom_ops": ["none", "+rms_norm"]}),
+    ],
+    ids=["per_op", "custom_ops"],
+)
+def test_an_op_that_is_asked_for_runs_from_inside_the_graph(
+    engine, tmp_path, changes, llm
+) -> None:
+    cache = tmp_path / "cache"
+    reply = engine(
+        "tiny",
+        {"TORCH_COMPILE_DEBUG": "0", "TORCHINDUCTOR_CACHE_DIR": str(cache), **changes},
+        enforce_eager=False,
+        compilation_config=llm,
+    )
+    rows = [row for row in reply["routes"][0]["ops"] if row["op"] == "rms_norm"]
+    assert [row["impl_id"] for row in rows] == ["vendor.cpu"]
+    assert rows[0]["calls"] > 0
+    code = "\n".join(path.read_text() for path in cache.rglob("*.py"))
+    assert "torch.ops.vllm_fl.rms_norm.default" in code
+    assert "_C::rms_norm" in reply["operators"]
+    others = {row["op"]: row["impl_id"] for row in reply["routes"][0]["ops"]}
+    assert others["silu_and_mul"] == "native"
+    assert reply["tokens"] == engine.stock("tiny", enforce_eager=False)["tokens"]

@@ -11,7 +11,7 @@ import torch
 
 from ..dispatch.types import OpSignature
 
-__all__ = ["Case", "OpContract", "Tolerance", "half_and_single"]
+__all__ = ["Case", "OpContract", "Tolerance", "error_in_ulps", "half_and_single"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -98,3 +98,53 @@ class OpContract:
                     arguments = arguments.replace(f"{kind} {name}", marked, 1)
                     break
         return f"{arguments} -> ()"
+
+
+def error_in_ulps(contract: OpContract, result: Any, args: tuple[Any, ...]) -> float:
+    """The worst element's distance from the exact result, in units of the contract's tolerance.
+
+    The exact result is the reference in float64. NaN and infinities must be where they are in it;
+    otherwise the distance is infinite.
+    """
+    exact_args = tuple(_in_double(a) for a in args)
+    exact = _outputs(contract.reference(*exact_args))
+    magnitudes: tuple[torch.Tensor | None, ...] = (None,) * len(exact)
+    if contract.magnitude is not None:
+        magnitudes = contract.magnitude(*exact_args)
+    worst = 0.0
+    for found, truth, magnitude in zip(_outputs(result), exact, magnitudes, strict=True):
+        if (found is None) != (truth is None) or (
+            truth is not None and found is not None and found.shape != truth.shape
+        ):
+            return float("inf")
+        if truth is None or found is None or truth.numel() == 0:
+            continue
+        size = truth.abs() if magnitude is None else torch.maximum(truth.abs(), magnitude)
+        worst = max(worst, _distance(found, truth, size))
+    return worst
+
+
+def _distance(found: torch.Tensor, truth: torch.Tensor, size: torch.Tensor) -> float:
+    info = torch.finfo(found.dtype)
+    # What is beyond the dtype's range is infinite in it, and what is below is subnormal.
+    rounded = truth.to(found.dtype)
+    finite = rounded.isfinite()
+    if not torch.equal(found.isfinite(), finite):
+        return float("inf")
+    special = ~finite
+    if not torch.equal(found[special].nan_to_num(), rounded[special].nan_to_num()):
+        return float("inf")
+    exponent = size.clamp(min=info.tiny).log2().floor()
+    ulp = torch.exp2(exponent) * info.eps
+    errors = ((found.double() - truth).abs() / ulp)[finite]
+    return float(errors.max()) if errors.numel() else 0.0
+
+
+def _in_double(value: Any) -> Any:
+    if isinstance(value, torch.Tensor) and value.is_floating_point():
+        return value.double()
+    return value
+
+
+def _outputs(result: Any) -> tuple[torch.Tensor | None, ...]:
+    return result if isinstance(result, tuple) else (result,)

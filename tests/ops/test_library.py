@@ -1,0 +1,125 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`torch.ops.vllm_fl`: opaque, functional or in place, and honest about it."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from vllm_fl.dispatch import DispatchError, OpManager
+from vllm_fl.ops import CONTRACTS
+from vllm_fl.ops.library import bind_name, define, entries, op_for
+
+FORMS = [
+    pytest.param(contract, inplace, id=f"{contract.name}{'_' if inplace else ''}")
+    for contract in CONTRACTS
+    for inplace in (False, True)
+    if not inplace or contract.inplace_schema is not None
+]
+DTYPES = [torch.float32, torch.bfloat16]
+
+
+@pytest.fixture(autouse=True, scope="module")
+def defined() -> None:
+    for contract in CONTRACTS:
+        define(contract)
+
+
+def generator() -> torch.Generator:
+    return torch.Generator().manual_seed(0)
+
+
+def outputs_of(result: object) -> list[torch.Tensor]:
+    tensors = result if isinstance(result, tuple) else (result,)
+    return [t for t in tensors if isinstance(t, torch.Tensor)]
+
+
+def cloned(args: tuple) -> tuple:
+    return tuple(a.clone() if isinstance(a, torch.Tensor) else a for a in args)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize(("contract", "inplace"), FORMS)
+def test_opcheck_is_green_for_every_case(contract, inplace, dtype) -> None:
+    for case in contract.cases:
+        torch.library.opcheck(op_for(contract.name, inplace=inplace), case.make(dtype, generator()))
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize(("contract", "inplace"), FORMS)
+def test_a_graph_of_the_op_has_no_break_and_gives_the_same_bits(contract, inplace, dtype) -> None:
+    op = op_for(contract.name, inplace=inplace)
+    compiled = torch.compile(lambda *args: op(*args), fullgraph=True, backend="aot_eager")
+    for case in contract.cases[:3]:
+        torch.compiler.reset()  # other shapes are other graphs
+        args = case.make(dtype, generator())
+        ours, theirs = cloned(args), cloned(args)
+        found, expected = compiled(*ours), op(*theirs)
+        pairs = [*zip(outputs_of(found), outputs_of(expected), strict=True)]
+        pairs += [(a, b) for a, b in zip(ours, theirs, strict=True) if torch.is_tensor(a)]
+        assert pairs
+        for a, b in pairs:
+            assert torch.equal(a, b), case.name
+
+
+@pytest.mark.parametrize("contract", CONTRACTS, ids=lambda c: c.name)
+def test_the_functional_form_returns_what_the_fake_promises_and_writes_nothing(contract) -> None:
+    for case in contract.cases:
+        args = case.make(torch.float32, generator())
+        before = cloned(args)
+        outputs = outputs_of(op_for(contract.name, inplace=False)(*args))
+        fakes = outputs_of(contract.fake(*args))
+        assert [(o.shape, o.dtype, o.stride()) for o in outputs] == [
+            (f.shape, f.dtype, f.stride()) for f in fakes
+        ], case.name
+        for given, kept in zip(args, before, strict=True):
+            assert not torch.is_tensor(given) or torch.equal(given, kept), case.name
+        pointers = {a.data_ptr() for a in args if torch.is_tensor(a) and a.numel()}
+        assert not pointers & {o.data_ptr() for o in outputs if o.numel()}, case.name
+
+
+@pytest.mark.parametrize(
+    "contract", [c for c in CONTRACTS if c.inplace_schema], ids=lambda c: c.name
+)
+def test_the_inplace_form_writes_what_the_functional_form_returns(contract) -> None:
+    names = contract.signature.parameter_names
+    for case in contract.cases:
+        args = case.make(torch.float32, generator())
+        written = cloned(args)
+        expected = op_for(contract.name, inplace=False)(*cloned(args))
+        assert op_for(contract.name, inplace=True)(*written) is None
+        for name, value in zip(contract.signature.inplace, expected, strict=True):
+            target = written[names.index(name)]
+            if target is not None:
+                torch.testing.assert_close(target, value, rtol=0, atol=0, msg=case.name)
+
+
+def test_an_op_runs_the_binding_that_its_graph_names() -> None:
+    manager = OpManager()
+    binding = manager.bind_op("silu_and_mul")
+    entry = bind_name(binding, "test")
+    entry.fn = lambda x: x[..., :2] * 0 + 7
+    x = torch.randn(3, 32)
+    try:
+        out = torch.ops.vllm_fl.silu_and_mul(x, binding=entry.name)
+        assert torch.equal(out, torch.full((3, 2), 7.0))
+    finally:
+        del entries[entry.name]
+
+
+def test_a_graph_of_another_process_with_another_choice_says_so() -> None:
+    with pytest.raises(DispatchError, match=r"'silu_and_mul\(\):gone'.*which no layer of this"):
+        torch.ops.vllm_fl.silu_and_mul(torch.randn(3, 32), binding="silu_and_mul():gone")
+
+
+def test_equal_choices_for_equal_facts_share_one_name() -> None:
+    facts = {"hidden_size": 64, "weight_dtype": torch.float32, "weight_size": 64,
+             "variance_size": None}  # fmt: skip
+    first = OpManager().bind_op("rms_norm", facts=facts)
+    second = OpManager().bind_op("rms_norm", facts=facts)
+    try:
+        entry = bind_name(first, "hidden_size=64")
+        assert bind_name(second, "hidden_size=64") is entry
+        assert entry.name == "rms_norm(hidden_size=64):vendor.cpu>reference.torch"
+    finally:
+        del entries[entry.name]
