@@ -65,6 +65,9 @@ def test_an_op_registered_after_the_freeze_is_unknown_until_thaw_and_the_error_s
         "unknown op 'turn'; known: scale, shift. It was registered after the freeze; not used "
         "until thaw."
     )
+    with pytest.raises(UnknownOpError) as caught:
+        frozen.call("tunr", 1)
+    assert str(caught.value) == "unknown op 'tunr'; known: scale, shift."
     frozen.thaw()
     assert frozen.call("turn", 1) == "new"
 

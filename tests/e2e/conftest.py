@@ -84,6 +84,7 @@ def run_process(
     process = subprocess.Popen(
         [str(part) for part in command],
         env=environment(changes or {}),
+        cwd="/",  # `python -c` and `python -m` look for modules there first
         stdin=subprocess.DEVNULL,
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,

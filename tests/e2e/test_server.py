@@ -42,6 +42,7 @@ def server(environment, demo_model, port, tmp_path):
         process = subprocess.Popen(
             [str(part) for part in command],
             env=environment({"VLLM_FL_PREFER": "vendor", "VLLM_FL_DENY_VENDORS": "ascend"}),
+            cwd="/",
             stdin=subprocess.DEVNULL,
             stdout=output,
             stderr=output,

@@ -338,6 +338,11 @@ _ROTARY = (
         "query has strides [1, 5] for shape [5, 128]", Harm.WRONG, rotary,
     ),
     Refusal(
+        "rotary_embedding of every second channel", lambda: rotary(randn((5, 256), F32)[:, ::2]),
+        "query has strides [256, 2] for shape [5, 128]", Harm.WRONG,
+        lambda: rotary(randn((5, 256), F32)[:, 64:192]),
+    ),
+    Refusal(
         "rotary_embedding of one token repeated",
         lambda: rotary(randn((1, 128), F32).expand(5, 128)),
         "query has strides [0, 1] for shape [5, 128]", Harm.WRONG,
@@ -359,7 +364,7 @@ _ROTARY = (
         "rotary_embedding with a key slice whose rows are not aligned",
         lambda: rotary(key=randn((5, 68), BF16)[:, :64], dtype=BF16),
         "key has strides [68, 1] for shape [5, 64]", Harm.DIES,
-        lambda: rotary(key=randn((5, 72), BF16)[:, :64], dtype=BF16), aligned=True,
+        lambda: rotary(key=randn((5, 68), BF16)[:, :64], dtype=BF16, is_neox=False), aligned=True,
     ),
     Refusal(
         "rotary_embedding of a batch with gaps between its rows",

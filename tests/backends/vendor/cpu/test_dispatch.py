@@ -165,3 +165,10 @@ def test_the_reference_serves_the_same_call_where_the_policy_prefers_it(op):
     expected = outputs_of(manager.call(op, *args))
     for one, other in zip(found, expected, strict=True):
         torch.testing.assert_close(one, other, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("op", ("silu_and_mul", "gelu_and_mul", "rms_norm"))
+def test_a_tensor_without_dimensions_is_an_error_and_not_a_crash(op):
+    args = (torch.tensor(1.0), *CASES[op](torch.float32)[1:])
+    with pytest.raises(IndexError):
+        cpu_manager().call(op, *args)

@@ -111,6 +111,8 @@ def test_without_its_guard_offsets_beyond_32_bits_are_wrong_or_fatal(op: str):
         return float(VENDOR[op].fn(x)[2, 0])
 
     found = in_child(experiment)
+    if "can't allocate memory" in found:
+        pytest.skip("9 GB of address space are not to be had")
     assert found.startswith(DIES) or abs(wrong_by(found) - 16) > 1
 
 

@@ -229,6 +229,14 @@ def test_a_sum_beyond_float16_is_infinite_and_its_norm_too_unlike_the_references
     assert not out.isfinite().any() and expected.isfinite().all()
 
 
+def test_squares_beyond_float32_make_a_row_zero_as_in_the_reference():
+    x, weight = randn((3, 64), torch.float32), torch.ones(64)
+    x[1, 5] = 3e38
+    found, expected = rms_norm(x, weight, 1e-5), reference.rms_norm(x, weight, 1e-5)
+    assert not expected[1].any() and not found[1].any()
+    torch.testing.assert_close(found, expected, rtol=1e-5, atol=0)
+
+
 @pytest.mark.parametrize("weighted", WEIGHTS, ids=WEIGHT_IDS)
 @pytest.mark.parametrize("dtype", SERVED, ids=name_of)
 def test_rms_norm_neither_writes_nor_returns_an_input(dtype, weighted):
