@@ -30,12 +30,6 @@ MAY_IMPORT = {
 """Package to the others that it may import; every one may import the top folder's files."""
 
 LINES = 500
-LONGER = {
-    "dispatch/config.py": "the whole table of settings, and the one reader of its sources",
-    "dispatch/manager.py": "one class, whose lock and caches every method shares",
-    "dispatch/types.py": "the facts, each with its documentation",
-}
-LINES_OF_LONGER = 600
 HEAVY = {"torch", "vllm", "triton", "flag_gems", "torch_npu"}
 
 
@@ -196,8 +190,7 @@ def test_the_license_is_in_the_first_line(path: Path) -> None:
 
 @every_file
 def test_no_file_is_long(path: Path) -> None:
-    limit = LINES_OF_LONGER if name_of(path) in LONGER else LINES
-    assert len(path.read_text(encoding="utf-8").splitlines()) <= limit
+    assert len(path.read_text(encoding="utf-8").splitlines()) <= LINES
 
 
 @every_file

@@ -14,10 +14,10 @@ from vllm_fl.dispatch import (
     OpManager,
     SignatureMismatchError,
     call_op,
+    default,
     discovery,
     get_default_manager,
     load_config,
-    manager,
     with_preference,
 )
 
@@ -239,7 +239,7 @@ def test_a_fork_while_another_thread_is_half_way_through_discovery(
 def test_a_fork_while_another_thread_holds_every_lock(half_way: OpManager) -> None:
     other = get_default_manager()
     other.registry.register_impl(make_impl("vendor.hand", returning("by hand")))
-    with Holding(other), manager._default.lock:
+    with Holding(other), default._default.lock:
         assert in_child(
             lambda: [call_op("scale", 1), get_default_manager() is other, errors(half_way)]
         ) == ["by hand", True, [None]]
@@ -249,7 +249,7 @@ def test_a_fork_while_another_thread_makes_the_default_manager_does_not_deadlock
     held, let_go = threading.Event(), threading.Event()
 
     def hold() -> None:
-        with manager._default.lock:
+        with default._default.lock:
             held.set()
             let_go.wait(60)
 

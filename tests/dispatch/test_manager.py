@@ -569,3 +569,11 @@ def test_an_implementation_registered_in_two_managers_is_available_in_each_by_it
     for _ in range(2):
         assert make_manager(impl).call("scale", 2) == 4
     assert impl.origin is None
+
+
+def test_two_managers_share_the_discovery_of_one_registry() -> None:
+    first = OpManager()
+    second = OpManager(first.registry)
+    before = first.get_discovered_plugins()
+    assert second.get_discovered_plugins() == before
+    assert [record.error for record in before] == [None] * len(before)

@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 from __future__ import annotations
 
+import dataclasses
 import gc
 import json
 from typing import Any
@@ -478,3 +479,17 @@ def test_a_guard_of_removals_can_forbid_them_and_nothing_is_removed() -> None:
     with pytest.raises(PermissionError):
         registry.clear()
     assert ids(registry) == ["vendor.acme", "reference.torch"]
+
+
+def test_an_implementation_for_another_api_version_is_refused_with_advice() -> None:
+    impl = make_impl("vendor.acme", lambda x, factor=2: x)
+    registry = OpRegistry()
+    with pytest.raises(
+        RegistrationError,
+        match=r"was written for version 2 of vllm_fl's API; "
+        r"this is version 1\. Install a newer vllm_fl\.",
+    ):
+        registry.register_impl(dataclasses.replace(impl, api_version=2))
+    with pytest.raises(RegistrationError, match="Install a newer"):
+        registry.register_impl(dataclasses.replace(impl, api_version=0))
+    assert registry.list_operators() == []

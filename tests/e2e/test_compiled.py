@@ -41,9 +41,7 @@ def test_compiled_results_are_those_of_vllm_alone(engine) -> None:
     ],
     ids=["per_op", "custom_ops"],
 )
-def test_an_op_that_is_asked_for_runs_from_inside_the_graph(
-    engine, tmp_path, changes, llm
-) -> None:
+def test_an_op_that_is_asked_for_runs_from_inside_the_graph(engine, tmp_path, changes, llm) -> None:
     cache = tmp_path / "cache"
     reply = engine(
         "tiny",

@@ -2,6 +2,7 @@
 """vLLM looks its compiled artifacts up before it traces anything. On the emulated CUDA path, each
 run must execute what it was asked to, whatever an earlier run left in the cache."""
 
+import shutil
 from pathlib import Path
 
 import pytest
@@ -9,7 +10,7 @@ import pytest
 pytestmark = [pytest.mark.e2e, pytest.mark.extended]
 
 EMULATED_CUDA = Path(__file__).parent / "emulated_cuda"
-KERNEL = '''
+KERNEL = """
 from pathlib import Path
 from vllm_fl.dispatch import BackendImplKind, BackendPriority, OpImpl
 from vllm_fl.ops.normalization import RMS_NORM
@@ -27,7 +28,7 @@ def register(registry):
         OpImpl(op_name="rms_norm", impl_id="vendor.wrong", kind=BackendImplKind.VENDOR,
                fn=rms_norm, vendor="wrong", priority=BackendPriority.REFERENCE)
     )
-'''
+"""
 
 
 class Vendor:
@@ -38,16 +39,14 @@ class Vendor:
         self.write(source=1, data=1, version="1.0")
 
     def write(self, *, source: int, data: int, version: str) -> None:
-        for old in self.folder.glob("*.dist-info/*"):
-            old.unlink()
+        for old in self.folder.glob("*.dist-info"):
+            shutil.rmtree(old)
         info = self.folder / f"vendor_wrong-{version}.dist-info"
-        info.mkdir(exist_ok=True)
+        info.mkdir()
         (info / "METADATA").write_text(
             f"Metadata-Version: 2.1\nName: vendor-wrong\nVersion: {version}\n"
         )
-        (info / "entry_points.txt").write_text(
-            "[vllm_fl.plugin]\nwrong = vendor_wrong:register\n"
-        )
+        (info / "entry_points.txt").write_text("[vllm_fl.plugin]\nwrong = vendor_wrong:register\n")
         (self.folder / "vendor_wrong.py").write_text(KERNEL.format(factor=source))
         (self.folder / "factor.txt").write_text(str(data))
 

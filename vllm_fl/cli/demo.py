@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TextIO
 
-from ..dispatch.manager import get_default_manager
+from ..dispatch.default import get_default_manager
 from . import demo_model
 from .output import answer_stream, print_table
 

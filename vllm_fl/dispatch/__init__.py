@@ -3,6 +3,13 @@
 
 from .config import Config, load_config
 from .decision import Decision, decide
+from .default import (
+    call_op,
+    explain_op,
+    get_default_manager,
+    reset_default_manager,
+    resolve_op,
+)
 from .discovery import PluginRecord
 from .errors import (
     ConfigError,
@@ -16,14 +23,7 @@ from .errors import (
     SignatureMismatchError,
     UnknownOpError,
 )
-from .manager import (
-    OpManager,
-    call_op,
-    explain_op,
-    get_default_manager,
-    reset_default_manager,
-    resolve_op,
-)
+from .manager import OpManager
 from .policy import (
     SelectionPolicy,
     policy_context,

@@ -9,15 +9,31 @@ device's shipped policy, then the default. ``op_backends`` merges op by op; deny
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any
 
 from .errors import ConfigError, did_you_mean
-from .policy import SelectionPolicy, check_kind, check_order_key, check_token, token_matches
+from .policy import SelectionPolicy, token_matches
 from .registry import OpRegistrySnapshot
+from .settings import (
+    BY_KEY,
+    BY_VARIABLE,
+    CONTEXT,
+    EXCLUSIVE,
+    PREFIX,
+    SETTINGS,
+    UNITED,
+    Setting,
+    read_tokens,
+    split_by_mode,
+    typed,
+    variable_names,
+)
 from .types import DeviceFacts
+
+ADDITIONAL_CONFIG = "--additional-config vllm_fl"
 
 __all__ = [
     "ADDITIONAL_CONFIG",
@@ -31,173 +47,6 @@ __all__ = [
     "sources_in_context",
     "variable_names",
 ]
-
-PREFIX = "VLLM_FL_"
-ADDITIONAL_CONFIG = "--additional-config vllm_fl"
-CONTEXT = "policy_context"
-LOG_LEVELS = ("DEBUG", "INFO", "WARNING", "ERROR", "CRITICAL")
-_TRUE, _FALSE = ("1", "true", "yes", "on"), ("0", "false", "no", "off")
-
-
-@dataclass(frozen=True, slots=True)
-class Setting:
-    """One row of the configuration table.
-
-    Attributes:
-        name: the key in YAML and in Config.sources.
-        form: what a value looks like, for people.
-        summary: what it does.
-        from_text: reads the environment variable's text.
-        from_data: checks a YAML or JSON value; None where only the variable exists.
-        default: shown in the table.
-        variable: the environment variable.
-    """
-
-    name: str
-    form: str
-    summary: str
-    from_text: Callable[[str], Any]
-    from_data: Callable[[Any], Any] | None = None
-    default: str = ""
-    variable: str = ""
-
-
-def _bool_text(text: str) -> bool:
-    folded = text.strip().lower()
-    if folded in _TRUE:
-        return True
-    if folded in _FALSE:
-        return False
-    raise ConfigError(f'"{text}" is not a yes or no; valid: {", ".join((*_TRUE, *_FALSE))}')
-
-
-def _bool_data(value: Any) -> bool:
-    if isinstance(value, bool):
-        return value
-    raise ConfigError(f"must be true or false, found {_typed(value)}")
-
-
-def _level(text: str) -> str:
-    if text.upper() in LOG_LEVELS:
-        return text.upper()
-    raise ConfigError(
-        f'unknown level "{text}"; valid: {", ".join(LOG_LEVELS)}.'
-        f"{did_you_mean(text.upper(), LOG_LEVELS)}"
-    )
-
-
-def _names_text(text: str) -> tuple[str, ...]:
-    return tuple(name for name in (part.strip() for part in text.split(",")) if name)
-
-
-def _names_data(value: Any) -> tuple[str, ...]:
-    if isinstance(value, (list, tuple)) and all(isinstance(name, str) for name in value):
-        return tuple(value)
-    raise ConfigError(f"must be a list of names, found {_typed(value)}")
-
-
-def _orders_text(text: str) -> dict[str, tuple[str, ...]]:
-    orders: dict[str, tuple[str, ...]] = {}
-    for entry in filter(None, (part.strip() for part in text.split(";"))):
-        op_name, separator, tokens = entry.partition("=")
-        op_name = op_name.strip()
-        if not separator or not op_name or not tokens.strip():
-            raise ConfigError(
-                f'cannot read the entry "{entry}"; expected op=token|token, entries separated '
-                'by ";", for example rms_norm=vendor:cpu|reference;silu_and_mul=native'
-            )
-        if op_name in orders:
-            raise ConfigError(f'the op "{op_name}" is given twice')
-        orders[check_order_key(op_name)] = _tokens(tokens)
-    return orders
-
-
-def _orders_data(value: Any) -> dict[str, tuple[str, ...]]:
-    if not isinstance(value, Mapping):
-        raise ConfigError(f"must map op names to lists of order tokens, found {_typed(value)}")
-    return {key: _tokens(tokens) for key, tokens in _split_by_mode(value)}
-
-
-def _split_by_mode(orders: Mapping[Any, Any]) -> Iterator[tuple[str, Any]]:
-    """Orders by key: {"op": {"eager": [...]}} gives "op@eager"."""
-    for op_name, order in orders.items():
-        if isinstance(order, Mapping):
-            for mode, tokens in order.items():
-                yield check_order_key(f"{op_name}@{mode}"), tokens
-        else:
-            yield check_order_key(str(op_name)), order
-
-
-def _tokens(value: Any) -> tuple[str, ...]:
-    if isinstance(value, str):
-        value = [part.strip() for part in value.split("|")]
-    if not isinstance(value, (list, tuple)) or not value:
-        raise ConfigError(f"must be a list of order tokens, found {_typed(value)}")
-    for token in value:
-        if not isinstance(token, str):
-            raise ConfigError(f"must be a list of order tokens, found {_typed(token)} in it")
-        check_token(token)
-    return tuple(value)
-
-
-def _typed(value: Any) -> str:
-    return f"{value!r} of type {type(value).__name__}"
-
-
-def _row(
-    variable: str,
-    name: str,
-    form: str,
-    summary: str,
-    from_text: Callable[[str], Any],
-    from_data: Callable[[Any], Any] | None = None,
-    default: str = "",
-) -> Setting:
-    return Setting(name, form, summary, from_text, from_data, default, PREFIX + variable)
-
-
-SETTINGS: tuple[Setting, ...] = (
-    _row("ENABLED", "enabled", "0 or 1", "0: nothing is patched or replaced.", _bool_text,
-         default="1"),
-    _row("CONFIG", "config", "path", "A YAML file with the keys of this table.", str),
-    _row("PREFER", "prefer", "flagos, vendor or reference",
-         "This kind first, the others after it.", check_kind, check_kind),
-    _row("STRICT", "strict", "0 or 1",
-         "Plugin errors raise; a guard's rejection of the first choice is an error; per-op "
-         "orders are closed.", _bool_text, _bool_data, "0"),
-    _row("PER_OP", "op_backends", "op=token|token;op2=token",
-         "The order for an op. Tokens: flagos, vendor, vendor:<name>, reference, "
-         "impl:<impl_id>, native. op@eager or op@compiled is for that mode alone. In YAML: "
-         "op: [token, token], or op: {compiled: [token]}.", _orders_text, _orders_data),
-    _row("ALLOW_VENDORS", "allow_vendors", "name,name", "Only these vendors.",
-         _names_text, _names_data),
-    _row("DENY_VENDORS", "deny_vendors", "name,name", "Not these vendors.",
-         _names_text, _names_data),
-    _row("PLUGIN_MODULES", "plugin_modules", "module,module",
-         "Modules with a register_builtins(registry) to load as plugins.", _names_text),
-    _row("LOG_LEVEL", "log_level", ", ".join(LOG_LEVELS),
-         "Level of the vllm_fl logger (stderr).", _level, default="INFO"),
-    _row("OOT_WHITELIST", "oot_whitelist", "op,op", "Serve only these vLLM layers.",
-         _names_text),
-    _row("OOT_BLACKLIST", "oot_blacklist", "op,op", "Leave these vLLM layers native.",
-         _names_text, _names_data),
-    _row("FLAGOS_WHITELIST", "flagos_whitelist", "op,op", "FlagGems for these ops only.",
-         _names_text),
-    _row("FLAGOS_BLACKLIST", "flagos_blacklist", "op,op", "No FlagGems for these ops.",
-         _names_text, _names_data),
-    _row("PLATFORM", "platform", "a vendor's name",
-         "Take the device to be this vendor's instead of detecting it.", str),
-)  # fmt: skip
-
-_BY_VARIABLE = {setting.variable: setting for setting in SETTINGS}
-_BY_KEY = {setting.name: setting for setting in SETTINGS if setting.from_data is not None}
-_UNITED = ("deny_vendors", "oot_blacklist", "flagos_blacklist")
-_EXCLUSIVE = (("oot_whitelist", "oot_blacklist"), ("flagos_whitelist", "flagos_blacklist"))
-
-
-def variable_names() -> tuple[str, ...]:
-    """Every environment variable of vllm_fl, for vLLM's own validation of names."""
-    return tuple(_BY_VARIABLE)
 
 
 @dataclass(frozen=True, slots=True)
@@ -379,11 +228,11 @@ def _from_environ(environ: Mapping[str, str]) -> _Given:
     values: dict[str, Any] = {}
     places: dict[str, str] = {}
     for variable in sorted(name for name in environ if name.startswith(PREFIX)):
-        setting = _BY_VARIABLE.get(variable)
+        setting = BY_VARIABLE.get(variable)
         if setting is None:
             raise ConfigError(
                 f'environment variable {variable}="{environ[variable]}" is not a setting of '
-                f"vllm_fl; valid: {', '.join(_BY_VARIABLE)}.{did_you_mean(variable, _BY_VARIABLE)}"
+                f"vllm_fl; valid: {', '.join(BY_VARIABLE)}.{did_you_mean(variable, BY_VARIABLE)}"
             )
         text = environ[variable]
         if not text.strip():
@@ -398,7 +247,7 @@ def _from_environ(environ: Mapping[str, str]) -> _Given:
 
 def _from_additional(data: Any) -> _Given:
     if not isinstance(data, Mapping):
-        raise ConfigError(f"{ADDITIONAL_CONFIG}: must be a mapping, found {_typed(data)}")
+        raise ConfigError(f"{ADDITIONAL_CONFIG}: must be a mapping, found {typed(data)}")
     places = {str(key): f"{ADDITIONAL_CONFIG}.{key}" for key in data}
     return _check_keys({str(k): v for k, v in data.items()}, places, {})
 
@@ -415,7 +264,7 @@ def _from_file(path: Path, who: str, label: str | None = None) -> _Given:
         reason = getattr(error, "strerror", None) or str(error)
         raise ConfigError(
             f"{who}: cannot read the file ({reason}); expected a YAML file with the keys "
-            f"{', '.join(_BY_KEY)}"
+            f"{', '.join(BY_KEY)}"
         ) from None
     try:
         root = yaml.compose(text, Loader=yaml.SafeLoader)
@@ -424,8 +273,8 @@ def _from_file(path: Path, who: str, label: str | None = None) -> _Given:
             return _Given({}, {})
         if not isinstance(root, yaml.MappingNode):
             raise ConfigError(
-                f"{named}:1: expected a mapping with the keys {', '.join(_BY_KEY)}, "
-                f"found {_typed(loader.construct_object(root, deep=True))}"
+                f"{named}:1: expected a mapping with the keys {', '.join(BY_KEY)}, "
+                f"found {typed(loader.construct_object(root, deep=True))}"
             )
         values, places, inner = {}, {}, {}
         for key_node, value_node in root.value:
@@ -457,19 +306,19 @@ def _check_keys(
     kept: dict[str, str] = {}
     for key, value in data.items():
         place = places[key]
-        setting = _BY_KEY.get(key)
+        setting = BY_KEY.get(key)
         if setting is None or setting.from_data is None:
             raise ConfigError(
-                f'{place}: unknown key "{key}"; valid: {", ".join(_BY_KEY)}.'
-                f"{did_you_mean(key, _BY_KEY)}"
+                f'{place}: unknown key "{key}"; valid: {", ".join(BY_KEY)}.'
+                f"{did_you_mean(key, BY_KEY)}"
             )
         if key == "op_backends" and isinstance(value, Mapping):
             values[key] = {}
             for op_name, order in value.items():
                 where = inner.get((key, str(op_name)), place)
                 try:
-                    for order_key, tokens in _split_by_mode({op_name: order}):
-                        values[key][order_key] = _tokens(tokens)
+                    for order_key, tokens in split_by_mode({op_name: order}):
+                        values[key][order_key] = read_tokens(tokens)
                         kept[f"per_op_order.{order_key}"] = where
                 except ConfigError as error:
                     raise ConfigError(f"{where}: {key}.{op_name}: {error}") from None
@@ -496,7 +345,7 @@ def _merge(given: Sequence[_Given]) -> Config:
                         orders[key] = tokens
                         place = source.places.get(f"per_op_order.{key}")
                         sources[f"per_op_order.{key}"] = place or source.places[name]
-            elif name in _UNITED:
+            elif name in UNITED:
                 values[name] = tuple(dict.fromkeys((*values.get(name, ()), *value)))
                 before = sources.get(name)
                 place = source.places[name]
@@ -504,7 +353,7 @@ def _merge(given: Sequence[_Given]) -> Config:
             elif name not in values:
                 values[name] = value
                 sources[name] = source.places[name]
-    for white, black in _EXCLUSIVE:
+    for white, black in EXCLUSIVE:
         if white in values and black in values:
             raise ConfigError(
                 f"{sources[white]} and {sources[black]} exclude each other: "

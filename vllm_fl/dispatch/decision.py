@@ -79,6 +79,7 @@ class Decision:
         candidates: the winner and, in order, what would follow if a call guard refused it.
         first_choice_rejected: the guard's rejection of the first choice, if that happened.
         policy: the policy's fields that differ from the defaults, each with its source.
+        by_priority: nothing but priority made the winner win.
     """
 
     op: str
@@ -91,6 +92,7 @@ class Decision:
     candidates: tuple[OpImpl, ...] = ()
     first_choice_rejected: Loser | None = None
     policy: Mapping[str, Any] = field(default_factory=dict)
+    by_priority: bool = False
 
     @property
     def winner_id(self) -> str | None:
@@ -100,6 +102,14 @@ class Decision:
     def rejected(self) -> tuple[Loser, ...]:
         """The losers that could not be used here."""
         return tuple(loser for loser in self.losers if loser.was_rejected)
+
+    def nothing_text(self) -> str:
+        """What to say where nothing can be used: every candidate with its reason."""
+        lines = [f"op '{self.op}': no implementation can be used on {self.device.device_class}"]
+        lines += [f"  {loser.impl_id}: {loser.reason}" for loser in self.losers]
+        if not self.losers:
+            lines.append("  none is registered; register one, or install the vendor's package")
+        return "\n".join(lines)
 
     def to_dict(self) -> dict[str, Any]:
         """JSON-ready data."""
@@ -271,6 +281,9 @@ def decide(
         candidates=() if native else tuple(usable),
         first_choice_rejected=first_rejected,
         policy=describe_policy(op_name, policy, sources or {}),
+        by_priority=winner is not None
+        and policy.prefer != winner.kind.value
+        and not any(token_matches(t, winner) for t in policy.order_for(op_name, mode)),
     )
 
 

@@ -12,6 +12,7 @@ from dataclasses import replace
 from typing import Any
 
 from .. import __version__
+from .availability import Availability
 from .binding import Binding, annotate, compose, native_binding, reachable
 from .builtin_ops import DEVICE_PROBE
 from .config import Config, load_config, shipped_policy, sources_in_context
@@ -28,15 +29,10 @@ from .fork import renew_all, reset_in_child
 from .log import configure_logging, logger
 from .policy import MODES, NATIVE, SelectionPolicy, active_policy
 from .registry import OpRegistry, OpRegistrySnapshot
-from .types import BackendLike, DeviceFacts, OpImpl, OpSignature, Rejected, Verdict
+from .types import DeviceFacts, OpImpl, Verdict
 
 __all__ = [
     "OpManager",
-    "call_op",
-    "explain_op",
-    "get_default_manager",
-    "reset_default_manager",
-    "resolve_op",
 ]
 
 _Table = dict[str, Binding]
@@ -75,8 +71,7 @@ class OpManager:
         self._ready = False
         self._initializing = False
         self._device: DeviceFacts | None = self._given_device
-        self._availability: dict[tuple[int, DeviceFacts], tuple[OpImpl, Verdict]] = {}
-        self._loaded: dict[int, tuple[BackendLike, Rejected | None]] = {}
+        self._known = Availability()
         self._bound: dict[str, set[str]] = {}
         self._frozen: OpRegistrySnapshot | None = None
         self._checked_policies: set[SelectionPolicy] = set()
@@ -111,8 +106,7 @@ class OpManager:
         return self._config
 
     def read_config(self, additional: Mapping[str, Any] | None = None) -> Config:
-        """Read every source anew: environment, `additional` (the "vllm_fl" entry of vLLM's
-        additional_config), the file, and the policy shipped for this device."""
+        """Read every source anew; `additional` is vLLM's additional_config["vllm_fl"]."""
         return load_config(additional=additional, shipped=shipped_policy(self.device))
 
     @property
@@ -164,9 +158,11 @@ class OpManager:
                 config = self.config
                 configure_logging(config.log_level)
                 try:
-                    self._plugins = discover(
-                        self._registry, config.plugin_modules, strict=config.policy.strict
-                    )
+                    if self._registry.plugins is None:  # else another manager's discovery ran
+                        self._registry.plugins = discover(
+                            self._registry, config.plugin_modules, strict=config.policy.strict
+                        )
+                    self._plugins = self._registry.plugins
                     device = self.device  # a wrong VLLM_FL_PLATFORM is found here
                     if self._own_config:
                         self._config = config = self.read_config()
@@ -326,7 +322,7 @@ class OpManager:
         raises, because vLLM's own forward is the layer's business."""
         self.ensure_initialized()
         signature = (self._frozen or self._registry.snapshot()).declarations.get(op_name)
-        known = _all_facts(op_name, signature, facts)
+        known = facts is not None if signature is None else signature.has_all_facts(facts)
         while True:
             decision = self.decide(
                 op_name,
@@ -347,10 +343,10 @@ class OpManager:
             if decision.native:
                 return native_binding(decision)
             if decision.winner is None:
-                raise NoImplementationError(_nothing_text(decision))
+                raise NoImplementationError(decision.nothing_text())
             chain = reachable(decision.candidates, facts_known=known)
             # The whole chain is loaded now, so that no call ever imports anything.
-            if all([self._load(impl) for impl in chain]):
+            if all([self._known.load(impl) for impl in chain]):
                 break
         binding = compose(decision, signature, donate=donate, facts_known=known, strict=strict)
         with self._lock:
@@ -408,35 +404,7 @@ class OpManager:
     def _availability_on(self, impl: OpImpl, device: DeviceFacts) -> Verdict:
         if device != self.device:
             return impl.availability(device)
-        backend = impl.backend
-        if backend is not None:
-            _, failure = self._loaded.get(id(backend), (backend, None))
-            if failure is not None:
-                return failure
-        key = (id(impl), device)
-        known = self._availability.get(key)
-        if known is None:
-            known = self._availability[key] = (impl, impl.availability(device))
-        return known[1]
-
-    def _load(self, impl: OpImpl) -> bool:
-        """Import what the implementation needs; a failure is remembered as its reason."""
-        backend = impl.backend
-        if backend is None:
-            return True
-        with self._lock:
-            known = self._loaded.get(id(backend))
-            if known is None:
-                failure: Rejected | None = None
-                try:
-                    backend.load()
-                except Exception as error:
-                    failure = Rejected(
-                        f"loading it raised {type(error).__name__}: {error}", "load_error"
-                    )
-                    logger.warning("%s cannot be used: %s", impl.impl_id, failure.reason)
-                known = self._loaded[id(backend)] = (backend, failure)
-            return known[1] is None
+        return self._known.on(impl, device)
 
     def _with_late_ones(self, decision: Decision, seen: tuple[OpImpl, ...]) -> Decision:
         if self._frozen is None:
@@ -526,85 +494,8 @@ class OpManager:
         return fingerprint(snapshot, self._policy_in_force()[0], self.device, extra=extra)
 
 
-def _all_facts(
-    op_name: str, signature: OpSignature | None, facts: Mapping[str, Any] | None
-) -> bool:
-    """Whether the facts suffice to answer layer guards now; an op without any has them all."""
-    if signature is None:
-        return facts is not None
-    valid = signature.fact_names
-    unknown = [name for name in facts or () if name not in valid]
-    if unknown:
-        raise TypeError(
-            f"bind('{op_name}'): unknown fact {unknown[0]!r}; valid: "
-            f"{', '.join(valid) or 'none'}.{did_you_mean(unknown[0], valid)}"
-        )
-    return signature.facts is None or (facts is not None and all(n in facts for n in valid))
-
-
-def _nothing_text(decision: Decision) -> str:
-    lines = [f"op '{decision.op}': no implementation can be used on {decision.device.device_class}"]
-    lines += [f"  {loser.impl_id}: {loser.reason}" for loser in decision.losers]
-    if not decision.losers:
-        lines.append("  none is registered; register one, or install the vendor's package")
-    return "\n".join(lines)
-
-
 def _frozen_text(what: str) -> str:
     return (
         f"{what}, but a loaded model relies on the present choice. Call thaw() on the manager "
         "first and build the model anew afterwards."
     )
-
-
-class _Default:
-    """The process's default manager, made at first use."""
-
-    def __init__(self) -> None:
-        self.lock = threading.Lock()
-        self.manager: OpManager | None = None
-        reset_in_child(self)
-
-    def _after_fork_in_child(self) -> None:
-        self.lock = threading.Lock()
-
-
-_default = _Default()
-
-
-def get_default_manager() -> OpManager:
-    """The manager that call_op, resolve_op, explain_op and the vLLM plugin share."""
-    manager = _default.manager
-    if manager is None:
-        with _default.lock:
-            manager = _default.manager
-            if manager is None:
-                manager = _default.manager = OpManager()
-    return manager
-
-
-def reset_default_manager() -> None:
-    """Forget the default manager; the next use makes a new one from the environment."""
-    with _default.lock:
-        _default.manager = None
-
-
-def call_op(op_name: str, /, *args: Any, **kwargs: Any) -> Any:
-    """Call an op through the default manager."""
-    # OpManager.call once more, because passing the arguments on through it costs 100 ns.
-    binding = (_default.manager or get_default_manager())._binding(op_name)
-    try:
-        return binding.fn(*args, **kwargs)
-    except Exception as error:
-        annotate(error, op_name, binding.decision.winner_id, args, kwargs)
-        raise
-
-
-def resolve_op(op_name: str, /) -> Callable[..., Any]:
-    """The default manager's callable for an op."""
-    return get_default_manager().resolve(op_name)
-
-
-def explain_op(op_name: str, /, *args: Any, **kwargs: Any) -> Decision:
-    """What the default manager would run for these arguments, and why."""
-    return get_default_manager().explain(op_name, *args, **kwargs)

@@ -186,7 +186,7 @@ def _current() -> SelectionPolicy:
     policy = _active.get()
     if policy is not None:
         return policy
-    from .manager import get_default_manager  # the base policy lives there
+    from .default import get_default_manager  # the base policy lives there
 
     return get_default_manager().base_policy
 

@@ -14,7 +14,7 @@ from typing import Any
 
 from .errors import DuplicateImplementationError, RegistrationError
 from .fork import reset_in_child
-from .types import OpImpl, OpSignature, Origin, VendorInfo
+from .types import API_VERSION, OpImpl, OpSignature, Origin, VendorInfo
 
 __all__ = ["OpRegistry", "OpRegistrySnapshot"]
 
@@ -106,6 +106,8 @@ class OpRegistry:
         self._lock = threading.RLock()
         self._state = _EMPTY
         self._local = threading.local()
+        self.plugins: tuple[Any, ...] | None = None
+        """What discovery ran against this registry; None until it did."""
         self._listeners: list[weakref.WeakMethod[Callable[[], None]]] = []
         self._removal_guards: list[weakref.WeakMethod[Callable[[str, str], None]]] = []
         reset_in_child(self)
@@ -191,6 +193,7 @@ class OpRegistry:
                         f"register_many() takes OpImpl objects, found {type(impl).__name__}"
                     )
                 origin = self._origin_of(impl)
+                _check_api_version(impl, origin)
                 taken = tables.get(impl.op_name, {}).get(impl.impl_id)
                 if taken is not None:
                     raise DuplicateImplementationError(
@@ -256,6 +259,7 @@ class OpRegistry:
     def drop_discovered(self) -> None:
         """Remove what plugins and built-ins registered; keep declarations and manual ones."""
         with self._lock:
+            self.plugins = None
             kept = {
                 op: {i: impl for i, impl in table.items() if _is_manual(impl)}
                 for op, table in self._state.impls.items()
@@ -388,6 +392,16 @@ def _differences(known: OpSignature, new: OpSignature) -> str:
         if getattr(new, name) != getattr(known, name)
     ]
     return f" with {', '.join(shown)}" if shown else ""
+
+
+def _check_api_version(impl: OpImpl, origin: Origin) -> None:
+    if impl.api_version != API_VERSION:
+        newer = "vllm_fl" if impl.api_version > API_VERSION else str(origin.package or origin.name)
+        raise RegistrationError(
+            f"implementation '{impl.impl_id}' of op '{impl.op_name}' ({origin}) was written for "
+            f"version {impl.api_version} of vllm_fl's API; this is version {API_VERSION}. "
+            f"Install a newer {newer}."
+        )
 
 
 def _is_manual(impl: OpImpl) -> bool:

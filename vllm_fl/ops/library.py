@@ -18,8 +18,8 @@ from typing import Any
 import torch
 
 from ..dispatch.binding import Binding
+from ..dispatch.default import get_default_manager
 from ..dispatch.errors import DispatchError
-from ..dispatch.manager import get_default_manager
 from ..dispatch.types import OpImpl
 from .contract import OpContract
 

@@ -9,7 +9,7 @@ from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
 from ..dispatch.config import ADDITIONAL_CONFIG, Config, check_names, variable_names
-from ..dispatch.manager import get_default_manager
+from ..dispatch.default import get_default_manager
 from . import hooks
 
 if TYPE_CHECKING:

@@ -6,8 +6,8 @@ from __future__ import annotations
 import os
 from typing import Any
 
+from ..dispatch.default import get_default_manager
 from ..dispatch.log import logger
-from ..dispatch.manager import get_default_manager
 from ..dispatch.policy import NATIVE
 from .layers.serve import records
 

@@ -225,12 +225,11 @@ def test_custom_ops_decide_in_eager_mode_as_in_vllm(
         assert layer._forward_method == layer.forward_native
 
 
-@pytest.mark.parametrize("custom_ops", [[], ["none", "+rms_norm", "+silu_and_mul"]], ids=str)
 def test_under_the_compiler_everything_is_left_to_it(
-    register, current_config, rms_norm, silu_and_mul, custom_ops
+    register, current_config, rms_norm, silu_and_mul
 ) -> None:
     register(PREFER="reference")
-    with current_config(mode=3, custom_ops=custom_ops):
+    with current_config(mode=3):
         layers = rms_norm(64), silu_and_mul()
     assert not any(isinstance(getattr(layer._forward_method, "__self__", None), BoundLayer)
                    for layer in layers)  # fmt: skip

@@ -18,9 +18,9 @@ from functools import partial
 from typing import Any
 
 from ...dispatch.binding import Binding, annotate
+from ...dispatch.default import get_default_manager
 from ...dispatch.errors import NoImplementationError
 from ...dispatch.log import logger
-from ...dispatch.manager import get_default_manager
 from ...dispatch.policy import active_policy, policy_context
 from ...dispatch.types import BackendImplKind, OpImpl
 from ...ops.library import Entry
@@ -330,7 +330,7 @@ def _bind(
     if (
         winner is not None
         and winner.kind is BackendImplKind.REFERENCE
-        and decision.reason.startswith("highest priority")
+        and decision.by_priority
         and platform_has_kernels()
     ):
         return ServedOp(
