@@ -41,7 +41,7 @@ TEXTS = (
     "Question: A train leaves at nine o'clock and travels 180 kilometres in two hours. What is "
     "its average speed, and when does it arrive at a town 270 kilometres away? Answer:",
 )
-IDS = [[random.Random(seed).randrange(1024) for _ in range(64)] for seed in range(8)]
+IDS = [random.Random(seed).choices(range(1024), k=64) for seed in range(8)]
 
 
 @dataclass(frozen=True, slots=True)
@@ -119,6 +119,7 @@ class Engines:
         python: Path | str = sys.executable,
         prompts: Sequence[Any] | None = None,
         max_tokens: int = 64,
+        logprobs: bool = True,
         fails: bool = False,
         **llm: Any,
     ) -> dict[str, Any]:
@@ -129,6 +130,7 @@ class Engines:
             model: "demo", or "tiny", which has no tokenizer.
             changes: of the environment, see `environment`.
             prompts: None takes 8 texts for "demo", 8 lists of token ids for "tiny".
+            logprobs: of the prompts, too.
             fails: it is expected to fail; then the log is all there is.
             **llm: arguments of vllm.LLM beside the usual ones.
         """
@@ -152,7 +154,7 @@ class Engines:
                 "temperature": 0.0,
                 "max_tokens": max_tokens,
                 "ignore_eos": True,
-                "prompt_logprobs": 0,
+                "prompt_logprobs": 0 if logprobs else None,
             },
             "routes": has_plugin,
         }

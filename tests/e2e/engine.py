@@ -55,7 +55,9 @@ def generate(llm: Any, prompts: list[Any], sampling: dict[str, Any]) -> list[Any
 
 
 def prompt_logprobs(output: Any) -> list[float]:
-    """The log-probability of each token of the prompt but the first."""
+    """The log-probability of each token of the prompt but the first, if they were asked for."""
+    if output.prompt_logprobs is None:
+        return []
     pairs = zip(output.prompt_token_ids[1:], output.prompt_logprobs[1:], strict=True)
     return [at_position[token].logprob for token, at_position in pairs]
 

@@ -52,9 +52,8 @@ def test_an_op_that_is_asked_for_runs_from_inside_the_graph(engine, tmp_path, ch
     rows = [row for row in reply["routes"][0]["ops"] if row["op"] == "rms_norm"]
     assert [row["impl_id"] for row in rows] == ["vendor.cpu"]
     assert rows[0]["calls"] > 0
-    code = "\n".join(path.read_text() for path in cache.rglob("*.py"))
-    assert "torch.ops.vllm_fl.rms_norm.default" in code
-    assert "_C::rms_norm" in reply["operators"]
+    assert "vllm_fl::rms_norm" in reply["operators"]  # the node of the graph
+    assert "_C::rms_norm" in reply["operators"]  # and what it ran
     others = {row["op"]: row["impl_id"] for row in reply["routes"][0]["ops"]}
     assert others["silu_and_mul"] == "native"
     assert reply["tokens"] == engine.stock("tiny", enforce_eager=False)["tokens"]

@@ -99,6 +99,18 @@ def test_what_a_setting_rejects_is_in_the_table(engine) -> None:
         assert row["rejected"] == [{"impl_id": "vendor.cpu", "reason": "deny_vendors holds 'cpu'"}]
 
 
+def test_batch_invariance_rejects_what_is_not_marked_for_it(engine) -> None:
+    # Without the log-probabilities: for those vLLM then calls a Triton kernel, on CPUs too. It
+    # does so for its own norms as well, and by itself ends there.
+    reply = engine("tiny", {"VLLM_BATCH_INVARIANT": "1"}, logprobs=False)
+    reason = "VLLM_BATCH_INVARIANT is on and it is not marked batch-invariant"
+    [rank] = reply["routes"]
+    assert {row["op"]: (row["impl_id"], row["reason"]) for row in rank["ops"]} == DEFAULT
+    for row in rank["ops"]:
+        assert row["rejected"] == [{"impl_id": "reference.torch", "reason": reason}]
+    assert reply["tokens"] == engine("tiny")["tokens"]
+
+
 WRONG = 'unknown kind "cuda"; valid: flagos, vendor, reference.'
 
 

@@ -77,6 +77,11 @@ class Machine:
         self.reused = not self.artifacts() - before
         return reply["tokens"]
 
+    def graphs(self) -> str:
+        """The code of every graph that was traced."""
+        found = self.cache.rglob("computation_graph.py")
+        return "\n".join(path.read_text() for path in found)
+
     def artifacts(self) -> set[str]:
         folder = self.cache / "torch_compile_cache" / "torch_aot_compile"
         return {path.name for path in folder.glob("*")}
@@ -96,7 +101,9 @@ def test_each_run_executes_what_it_was_asked_to(engine, tmp_path: Path) -> None:
     assert len({token for tokens in stock for token in tokens}) > 10
 
     assert machine.tokens() == stock  # native: the same graph
+    assert "torch.ops.vllm_fl" not in machine.graphs()
     assert machine.tokens(**WRONG) == stock  # dispatched, and the factor is still 1
+    assert "torch.ops.vllm_fl.rms_norm.default(" in machine.graphs()
 
     vendor.write(source=0, data=1, version="1.0")  # the kernel's source
     wrong = machine.tokens(**WRONG)
