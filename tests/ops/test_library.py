@@ -6,7 +6,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from vllm_fl.dispatch import DispatchError, OpManager
+from vllm_fl.dispatch import BackendImplKind, DispatchError, OpImpl, OpManager, OpRegistry
 from vllm_fl.ops import CONTRACTS
 from vllm_fl.ops.library import bind_name, define, entries, op_for
 
@@ -123,3 +123,23 @@ def test_equal_choices_for_equal_facts_share_one_name() -> None:
         assert entry.name == "rms_norm(hidden_size=64):vendor.cpu>reference.torch"
     finally:
         del entries[entry.name]
+
+
+def test_other_functions_under_the_same_ids_get_a_name_of_their_own() -> None:
+    def binding_of(fn):
+        registry = OpRegistry()
+        manager = OpManager(registry)
+        manager.ensure_initialized()
+        registry.register_impl(
+            OpImpl("silu_and_mul", "vendor.cpu.mine", BackendImplKind.VENDOR, fn, "cpu", 200)
+        )
+        return manager.bind_op("silu_and_mul")
+
+    first, second = binding_of(lambda x: x), binding_of(lambda x: x + 1)
+    made = [bind_name(b, "test") for b in (first, second, first, second)]
+    try:
+        assert [entry.binding for entry in made] == [first, second, first, second]
+        assert made[1].name == f"{made[0].name}#2"
+    finally:
+        for entry in made[:2]:
+            del entries[entry.name]

@@ -170,7 +170,7 @@ class Subclasses:
 
 def own_forward(source: Source, cls: Definition, base: Definition) -> str:
     """ "served", or what a class has of its own; the rule of `serve._own_forward`."""
-    for suffix in forwards():
+    for suffix in (*forwards(), "static"):
         name = f"forward_{suffix}"
         if source.member(cls, name) != source.member(base, name):
             return f"own {name}"

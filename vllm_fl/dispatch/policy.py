@@ -48,6 +48,8 @@ class SelectionPolicy:
             "reference", "impl:<impl_id>", "native"). Takes a mapping or pairs. The key
             "op@eager" or "op@compiled" is for that mode and goes before "op". Under
             strict the order is closed, otherwise the default order follows it.
+            "native" is chosen, or not, when a layer is built; a call that the chosen
+            implementation's guard refuses goes to the next implementation.
         allow_vendors: only these vendors' implementations; None allows all.
         deny_vendors: not these vendors' implementations.
         flagos_whitelist: only these ops may use kind flagos; None allows all.

@@ -62,8 +62,12 @@ def bind_name(binding: Binding, facts: str) -> Entry:
     The name is the same in every process that makes the same choice for the same facts, because
     a graph compiled by one is run by the others.
     """
-    chain = ">".join(impl.impl_id for impl in binding.decision.candidates)
-    name = f"{binding.op}({facts}):{chain}"
+    candidates = binding.decision.candidates
+    plain = f"{binding.op}({facts}):{'>'.join(impl.impl_id for impl in candidates)}"
+    name, count = plain, 1
+    while name in entries and entries[name].binding.decision.candidates != candidates:
+        count += 1  # other functions under the same ids: an earlier model of this process
+        name = f"{plain}#{count}"
     if name not in entries:
         entries[name] = Entry(name, binding, binding.fn)
     return entries[name]

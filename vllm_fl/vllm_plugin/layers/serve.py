@@ -39,8 +39,8 @@ __all__ = [
     "settle",
 ]
 
-FORWARDS = ("native", "cuda", "hip", "cpu", "xpu", "tpu", "oot", "static")
-"""The suffixes of the forwards that vLLM's CustomOp dispatches to, and of what they share."""
+FORWARDS = ("native", "cuda", "hip", "cpu", "xpu", "tpu", "oot")
+"""The suffixes of the forwards that vLLM's CustomOp dispatches to."""
 
 _Facts = Mapping[str, Mapping[str, Any] | None]
 
@@ -290,7 +290,7 @@ def _own_forward(cls: type, base: type) -> str | None:
     A `forward` that stands in a mixin beside the served class can only pass on to it; one in
     a subclass of it is the subclass's own.
     """
-    for suffix in FORWARDS:
+    for suffix in (*FORWARDS, "static"):  # forward_static is what some of them share
         name = f"forward_{suffix}"
         if getattr(cls, name, None) is not getattr(base, name, None):
             return f"{cls.__module__}.{cls.__name__} has its own {name}"
