@@ -158,7 +158,8 @@ def test_a_missing_package_is_named_before_anything_is_downloaded(
     with pytest.raises(DemoModelError) as error:
         prepare(cache)
     assert str(error.value) == (
-        "demo model: preparing it needs the Python packages torch, transformers, gguf, accelerate; "
+        "demo model: preparing it needs the Python packages "
+        "vllm, torch, transformers, gguf, accelerate; "
         f"{sys.executable} does not have gguf. Install them: pip install 'vllm-fl[cpu]'"
     )
     assert not cache.exists()

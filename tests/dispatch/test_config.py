@@ -596,3 +596,18 @@ def test_loading_changes_nothing_in_the_environment() -> None:
     before = dict(os.environ)
     load_config({"VLLM_FL_PREFER": "vendor"})
     assert dict(os.environ) == before
+
+
+def test_a_value_that_yaml_itself_cannot_read_names_the_file(tmp_path: Path) -> None:
+    path = tmp_path / "fl.yaml"
+    path.write_text("prefer: 2024-13-45\n")
+    with pytest.raises(ConfigError, match=r"fl\.yaml: a value cannot be read \(month must be"):
+        load_config({"VLLM_FL_CONFIG": str(path)})
+
+
+def test_a_users_whitelist_outranks_a_shipped_blacklist(tmp_path: Path) -> None:
+    path = tmp_path / "cpu.yaml"
+    path.write_text("flagos_blacklist: [rms_norm]\n")
+    config = load_config({"VLLM_FL_FLAGOS_WHITELIST": "silu_and_mul"}, shipped=path)
+    assert config.policy.flagos_whitelist == {"silu_and_mul"}
+    assert config.policy.flagos_blacklist == frozenset()

@@ -285,12 +285,12 @@ def test_layer_guards_of_an_op_that_is_declared_without_facts_get_an_empty_mappi
     assert seen == [(({},), {})]
 
 
-def test_layer_guards_of_an_undeclared_op_are_asked_with_given_facts_alone() -> None:
+def test_layer_guards_of_an_undeclared_op_are_asked_as_of_one_without_facts() -> None:
     seen: list[Any] = []
     impl = make_impl("vendor.a", supports_layer=_record(seen, "never"))
-    assert choose(impl, TORCH, call=Call((1,))).winner is impl
+    assert choose(impl, TORCH, call=Call((1,))).winner is TORCH
     assert choose(impl, TORCH, facts={"size": 1}).winner is TORCH
-    assert seen == [(({"size": 1},), {})]
+    assert seen == [(({},), {}), (({"size": 1},), {})]
 
 
 def test_a_guard_that_raises_is_named_in_a_note() -> None:
@@ -509,3 +509,15 @@ def test_a_policy_is_described_for_one_op_or_for_all() -> None:
     assert list(describe_policy("a", policy, {})) == ["strict", "op_backends.a"]
     assert list(describe_policy(None, policy, {})) == ["strict", "op_backends.a", "op_backends.b"]
     assert describe_policy(None, SelectionPolicy(), {}) == {}
+
+
+def test_in_compiled_mode_what_an_order_does_not_name_is_left_to_the_compiler() -> None:
+    order = {"per_op_order": {"scale": ["flagos"]}}
+    impl = make_impl("vendor.a")
+    found = choose(impl, TORCH, **order, mode="compiled", layer=True)
+    assert found.winner_id == "native"
+    assert found.reason == (
+        "left to the compiler; nothing that the order for scale names can be used"
+    )
+    asked = choose(impl, **order, mode="compiled", layer=True, dispatch_compiled=True)
+    assert (asked.winner_id, asked.by_priority) == ("vendor.a", True)

@@ -577,3 +577,64 @@ def test_two_managers_share_the_discovery_of_one_registry() -> None:
     before = first.get_discovered_plugins()
     assert second.get_discovered_plugins() == before
     assert [record.error for record in before] == [None] * len(before)
+
+
+def test_a_policy_helper_starts_from_the_whole_base_policy(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    shipped = tmp_path / "cpu.yaml"
+    shipped.write_text("prefer: reference\n")
+    monkeypatch.setattr("vllm_fl.dispatch.manager.shipped_policy", lambda device: shipped)
+    reset_default_manager()
+    with with_strict_mode() as policy:  # the first thing that happens in this process
+        assert policy.prefer == "reference"
+
+
+def test_what_a_plugin_resolved_before_the_policy_was_complete_is_resolved_again(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    shipped = tmp_path / "cpu.yaml"
+    shipped.write_text("op_backends: {early: [reference]}\n")
+    module = tmp_path / "early_plugin.py"
+    module.write_text(
+        "from vllm_fl.dispatch import BackendImplKind as K, OpImpl, call_op\n"
+        "def register(registry):\n"
+        "    registry.register_impl(OpImpl('early', 'reference.x', K.REFERENCE, lambda: 'r'))\n"
+        "    registry.register_impl(OpImpl('early', 'vendor.v', K.VENDOR, lambda: 'v', 'v', 100))\n"
+        "    call_op('early')\n"
+    )
+    monkeypatch.syspath_prepend(str(tmp_path))
+    monkeypatch.setenv("VLLM_FL_PLUGIN_MODULES", "early_plugin")
+    monkeypatch.setattr("vllm_fl.dispatch.manager.shipped_policy", lambda device: shipped)
+    reset_default_manager()
+    get_default_manager().ensure_initialized()
+    assert call_op("early") == "r"
+
+
+def test_arguments_that_are_not_the_ops_are_told_in_the_ops_words() -> None:
+    signature = OpSignature.parse(
+        "sized(x, weight)", facts=lambda x, weight: {"size": len(x)}, fact_names=("size",)
+    )
+    with pytest.raises(TypeError, match=r"op sized\(x, weight\): called with \(int\)"):
+        signature.facts_of(1)
+    with pytest.raises(TypeError, match="has no len"):
+        signature.facts_of(1, 2)  # the arguments fit; what went wrong is told as it is
+
+
+def test_after_a_thaw_nothing_is_relied_on() -> None:
+    manager = make_manager(make_impl("vendor.a"))
+    manager.resolve("scale")
+    manager.freeze()
+    manager.thaw()
+    manager.freeze()
+    assert manager.registry.unregister("scale", "vendor.a")
+
+
+def test_the_configuration_is_read_again_after_a_failure(monkeypatch: pytest.MonkeyPatch) -> None:
+    manager = OpManager()
+    monkeypatch.setenv("VLLM_FL_DENY_VENDORS", "nobody")
+    with pytest.raises(ConfigError, match='unknown vendor "nobody"'):
+        manager.ensure_initialized()
+    monkeypatch.setenv("VLLM_FL_DENY_VENDORS", "")
+    manager.ensure_initialized()
+    assert manager.base_policy.deny_vendors == frozenset()

@@ -6,7 +6,15 @@ from __future__ import annotations
 import pytest
 import torch
 
-from vllm_fl.dispatch import BackendImplKind, DispatchError, OpImpl, OpManager, OpRegistry
+from vllm_fl.dispatch import (
+    BackendImplKind,
+    DispatchError,
+    OpImpl,
+    OpManager,
+    OpRegistry,
+    SelectionPolicy,
+    policy_context,
+)
 from vllm_fl.ops import CONTRACTS
 from vllm_fl.ops.library import bind_name, define, entries, op_for
 
@@ -142,4 +150,51 @@ def test_other_functions_under_the_same_ids_get_a_name_of_their_own() -> None:
         assert made[1].name == f"{made[0].name}#2"
     finally:
         for entry in made[:2]:
+            del entries[entry.name]
+
+
+def test_an_exception_in_a_graph_says_which_implementation_and_which_shapes() -> None:
+    binding = OpManager().bind_op("silu_and_mul")
+    entry = bind_name(binding, "raises")
+
+    def fail(x):
+        raise RuntimeError("broken")
+
+    entry.fn = fail
+    try:
+        with pytest.raises(RuntimeError, match="broken") as caught:
+            torch.ops.vllm_fl.silu_and_mul(torch.randn(3, 32), binding=entry.name)
+        assert "implementation 'vendor.cpu' of op 'silu_and_mul'" in caught.value.__notes__[0]
+        assert "float32[3, 32]" in caught.value.__notes__[0]
+    finally:
+        del entries[entry.name]
+
+
+def test_a_functional_op_returns_memory_of_its_own_even_if_the_implementation_does_not() -> None:
+    entry = bind_name(OpManager().bind_op("silu_and_mul"), "alias")
+    entry.fn = lambda x: x
+    try:
+        x = torch.randn(3, 32)
+        out = torch.ops.vllm_fl.silu_and_mul(x, binding=entry.name)
+        assert torch.equal(out, x) and out.data_ptr() != x.data_ptr()
+    finally:
+        del entries[entry.name]
+
+
+def test_the_inplace_form_refuses_to_hold_two_results_in_one_place() -> None:
+    x = torch.randn(3, 64)
+    with pytest.raises(DispatchError, match="x and residual are the same memory"):
+        torch.ops.vllm_fl.fused_add_rms_norm_(x, x, torch.ones(64), 1e-6)
+
+
+def test_bindings_made_for_other_reasons_are_not_shared() -> None:
+    plain = OpManager().bind_op("silu_and_mul")
+    with policy_context(SelectionPolicy(prefer="vendor", strict=True)):
+        strict = OpManager().bind_op("silu_and_mul")
+    made = [bind_name(b, "reasons") for b in (plain, strict)]
+    try:
+        assert made[0] is not made[1]
+        assert made[1].binding is strict
+    finally:
+        for entry in made:
             del entries[entry.name]

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any, TextIO
 
 from ..dispatch.default import get_default_manager
+from ..dispatch.errors import DispatchError
 from . import demo_model
 from .output import answer_stream, print_table
 
@@ -173,7 +174,7 @@ def _merged(replies: list[dict[str, Any]]) -> list[dict[str, Any]]:
 
     for reply in replies:
         if "error" in reply:
-            raise RuntimeError(f"a worker could not answer: {reply['error']}")
+            raise DispatchError(f"a worker could not answer: {reply['error']}")
     return merge_rows([reply["ops"] for reply in replies])
 
 

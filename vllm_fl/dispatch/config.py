@@ -214,6 +214,9 @@ def load_config(
         if any("prefer" in source.values for source in given):
             # Its orders say which kind is best here; whoever prefers a kind has said otherwise.
             policy.values.pop("op_backends", None)
+        for white, black in EXCLUSIVE:
+            if any(white in source.values for source in given):
+                policy.values.pop(black, None)
         given.append(policy)
     return _merge(given)
 
@@ -291,6 +294,10 @@ def _from_file(path: Path, who: str, label: str | None = None) -> _Given:
                     if (key, name) in inner:
                         raise ConfigError(f'{where}: "{name}" is given twice in {key}')
                     inner[key, name] = where
+    except ConfigError:
+        raise
+    except ValueError as error:  # a date that is none, say
+        raise ConfigError(f"{named}: a value cannot be read ({error})") from None
     except yaml.YAMLError as error:
         mark = getattr(error, "problem_mark", None)
         line = f":{mark.line + 1}" if mark is not None else ""

@@ -212,7 +212,7 @@ def decide(
     Args:
         availability: answers for one implementation; the manager's answer is remembered.
         facts: the layer's facts; `supports_layer` guards are asked when given, or when the
-            op is declared without any.
+            op has none.
         call: a call's arguments; both guards are asked when given.
         mode: "eager" or "compiled".
         layer: whether "native" (vLLM's own forward) can be chosen.
@@ -221,15 +221,17 @@ def decide(
         batch_invariant: only implementations that are marked so.
         sources: policy field (or "per_op_order.<op>") to where its value came from.
     """
-    if facts is None and signature is not None:
-        if signature.facts is None:
+    if facts is None:
+        if signature is None or signature.facts is None:
             facts = {}  # the op has none
         elif call is not None:
-            facts = signature.facts(*call.args, **call.kwargs)
+            facts = signature.facts_of(*call.args, **call.kwargs)
     ordered, left_out = order_candidates(op_name, impls, policy, device, mode)
-    has_order = bool(policy.order_for(op_name, mode))
-    if mode == "compiled" and layer and not dispatch_compiled and not has_order:
-        ordered.insert(0, NATIVE)
+    if mode == "compiled" and layer and not dispatch_compiled and NATIVE not in ordered:
+        # After what the order names: what nobody asked for is left to the compiler.
+        tokens = policy.order_for(op_name, mode)
+        named = [i for i in impls if any(token_matches(token, i) for token in tokens)]
+        ordered.insert(len(named), NATIVE)
     losers: list[Loser] = []
     usable: list[OpImpl] = []
     first_rejected: Loser | None = None
@@ -376,8 +378,9 @@ def _reason(
 ) -> str:
     tokens = policy.order_for(op_name, mode)
     per_op = sources.get(f"per_op_order.{policy.order_key(op_name, mode)}", "the policy")
-    if native and not tokens:
-        return LEFT_TO_COMPILER
+    if native and NATIVE not in tokens:
+        unusable = f"; nothing that the order for {op_name} names can be used" if tokens else ""
+        return LEFT_TO_COMPILER + unusable
     if native:
         return f"the order for {op_name} names native (from {per_op})"
     if winner is None:

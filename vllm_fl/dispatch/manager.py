@@ -36,6 +36,7 @@ __all__ = [
 ]
 
 _Table = dict[str, Binding]
+_LATE = "registered after the freeze; not used until thaw"
 
 
 class OpManager:
@@ -111,7 +112,8 @@ class OpManager:
 
     @property
     def base_policy(self) -> SelectionPolicy:
-        """The policy outside of any policy context."""
+        """The policy outside of any policy context, shipped orders included."""
+        self.ensure_initialized()
         return self.config.policy
 
     @property
@@ -169,7 +171,10 @@ class OpManager:
                     config.check_against(self._registry.snapshot(), self._plugin_notes())
                 except Exception:
                     self._registry.drop_discovered()
+                    if self._own_config:
+                        self._config = None  # the next attempt reads what may be mended by then
                     raise
+                self._invalidate()  # a plugin may have resolved before the policy was complete
                 self._ready = True
             finally:
                 self._initializing = False
@@ -181,8 +186,7 @@ class OpManager:
     def _say_hello(self, device: DeviceFacts) -> None:
         if not logger.isEnabledFor(logging.INFO):
             return
-        served: dict[str, int] = {}
-        names = self._registry.list_operators()
+        served, names = dict[str, int](), self._registry.list_operators()
         for op_name in names:
             # The pure function: neither a policy context nor strict mode has a say here.
             try:
@@ -322,7 +326,7 @@ class OpManager:
         raises, because vLLM's own forward is the layer's business."""
         self.ensure_initialized()
         signature = (self._frozen or self._registry.snapshot()).declarations.get(op_name)
-        known = facts is not None if signature is None else signature.has_all_facts(facts)
+        known = signature is None or signature.has_all_facts(facts)
         while True:
             decision = self.decide(
                 op_name,
@@ -411,20 +415,16 @@ class OpManager:
             return decision
         ids = {impl.impl_id for impl in seen}
         late = tuple(
-            Loser(impl.impl_id, "late", "registered after the freeze; not used until thaw")
+            Loser(impl.impl_id, "late", _LATE)
             for impl in self._registry.get_implementations(decision.op)
             if impl.impl_id not in ids
         )
         return replace(decision, losers=decision.losers + late) if late else decision
 
     def _unknown_text(self, op_name: str, snapshot: OpRegistrySnapshot) -> str:
-        names = sorted({*snapshot.declarations, *snapshot.impls_by_op})
-        notes = "".join(f" {note}" for note in self._plugin_notes())
-        if self._frozen is not None and op_name in self._registry.list_operators():
-            notes = " It was registered after the freeze; not used until thaw."
-        return (
-            f"unknown op '{op_name}'; known: {', '.join(names) or 'none'}."
-            f"{did_you_mean(op_name, names)}{notes}"
+        late = self._frozen is not None and op_name in self._registry.list_operators()
+        return snapshot.unknown_text(
+            op_name, [f"It was {_LATE}."] if late else self._plugin_notes()
         )
 
     # ---------------------------------------------------------------- freeze and thaw
@@ -442,6 +442,7 @@ class OpManager:
         keep their functions; build them anew to change them."""
         with self._lock:
             self._frozen = None
+            self._bound.clear()
             self._invalidate()
 
     def _before_removal(self, op_name: str, impl_id: str) -> None:

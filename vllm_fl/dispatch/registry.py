@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 from types import MappingProxyType
 from typing import Any
 
-from .errors import DuplicateImplementationError, RegistrationError
+from .errors import DuplicateImplementationError, RegistrationError, did_you_mean
 from .fork import reset_in_child
 from .types import API_VERSION, OpImpl, OpSignature, Origin, VendorInfo
 
@@ -56,6 +56,12 @@ class OpRegistrySnapshot:
             for name in self.impls_by_op
             if name not in self.declarations
         }
+
+    def unknown_text(self, op_name: str, notes: Iterable[str] = ()) -> str:
+        """What to say of an op that nobody declared or registered."""
+        names = sorted({*self.declarations, *self.impls_by_op})
+        text = f"unknown op '{op_name}'; known: {', '.join(names) or 'none'}."
+        return text + did_you_mean(op_name, names) + "".join(f" {note}" for note in notes)
 
     def to_dict(self) -> dict[str, Any]:
         """The snapshot as JSON-ready data, with origins; functions by qualified name."""

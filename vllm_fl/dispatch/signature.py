@@ -129,6 +129,23 @@ class OpSignature:
                 )
         return self.facts is None or (facts is not None and facts.keys() >= {*self.fact_names})
 
+    def facts_of(self, *args: Any, **kwargs: Any) -> Mapping[str, Any]:
+        """The facts of a call's arguments; reads metadata only.
+
+        Raises:
+            TypeError: the arguments are not those of the op.
+        """
+        if self.facts is None:
+            return {}
+        try:
+            return self.facts(*args, **kwargs)
+        except TypeError:
+            given = [type(a).__name__ for a in args]
+            given += [f"{name}={type(a).__name__}" for name, a in kwargs.items()]
+            if _binds(self.facts, args, kwargs):
+                raise
+            raise TypeError(f"op {self}: called with ({', '.join(given)})") from None
+
     def check(self, fn: Callable[..., Any], *, who: str) -> None:
         """Refuse a function whose parameters differ from the declared ones.
 
@@ -188,6 +205,14 @@ class OpSignature:
                     f"'{p.name}' has {_default_text(have)}, expected {_default_text(want)}"
                 )
         return problems
+
+
+def _binds(function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+    try:
+        inspect.signature(function).bind(*args, **kwargs)
+    except TypeError:
+        return False
+    return True
 
 
 def _same_default(have: object, want: object) -> bool:

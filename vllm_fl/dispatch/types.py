@@ -250,6 +250,10 @@ class OpImpl:
             )
         if isinstance(self.priority, bool) or not isinstance(self.priority, int):
             raise RegistrationError(f"{who}: priority must be an int, found {self.priority!r}")
+        if isinstance(self.api_version, bool) or not isinstance(self.api_version, int):
+            raise RegistrationError(
+                f"{who}: api_version must be an int, found {self.api_version!r}"
+            )
         if isinstance(self.mutates, str) or not all(isinstance(m, str) for m in self.mutates):
             raise RegistrationError(f"{who}: mutates must be a tuple of parameter names")
         object.__setattr__(self, "mutates", tuple(self.mutates))

@@ -11,13 +11,13 @@ The functional form returns new contiguous tensors, as the fake promises. The in
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 
-from ..dispatch.binding import Binding
+from ..dispatch.binding import Binding, annotate
 from ..dispatch.default import get_default_manager
 from ..dispatch.errors import DispatchError
 from ..dispatch.types import OpImpl
@@ -65,8 +65,8 @@ def bind_name(binding: Binding, facts: str) -> Entry:
     candidates = binding.decision.candidates
     plain = f"{binding.op}({facts}):{'>'.join(impl.impl_id for impl in candidates)}"
     name, count = plain, 1
-    while name in entries and entries[name].binding.decision.candidates != candidates:
-        count += 1  # other functions under the same ids: an earlier model of this process
+    while name in entries and not entries[name].binding.is_like(binding):
+        count += 1  # made for another reason, or of other functions under the same ids
         name = f"{plain}#{count}"
     if name not in entries:
         entries[name] = Entry(name, binding, binding.fn)
@@ -121,16 +121,32 @@ def _run(contract: OpContract, binding: str, args: tuple[Any, ...], kwargs: Any)
             f"{', '.join(entries) or 'none'}. Delete vLLM's compile cache, or run once with "
             "VLLM_DISABLE_COMPILE_CACHE=1."
         )
-    return entry.fn(*args, **kwargs)
+    try:
+        return entry.fn(*args, **kwargs)
+    except Exception as error:
+        annotate(error, contract.name, entry.binding.decision.winner_id, args, kwargs)
+        raise
+
+
+def _storages(values: Iterable[Any]) -> set[int]:
+    return {
+        v.untyped_storage().data_ptr() for v in values if isinstance(v, torch.Tensor) and v.numel()
+    }
 
 
 def _functional(contract: OpContract) -> Callable[..., Any]:
     def body(*args: Any, binding: str = "", **kwargs: Any) -> Any:
         result = _run(contract, binding, args, kwargs)
+        given = _storages((*args, *kwargs.values()))
+
+        def own(t: torch.Tensor) -> torch.Tensor:
+            t = t.contiguous()
+            return t.clone() if _storages((t,)) & given else t
+
         if isinstance(result, tuple):
             # A torch op cannot return None: an output that is not there has no elements.
-            return tuple(result[0].new_empty(0) if t is None else t.contiguous() for t in result)
-        return result.contiguous()
+            return tuple(result[0].new_empty(0) if t is None else own(t) for t in result)
+        return own(result)
 
     return body
 
@@ -144,8 +160,17 @@ def _inplace(contract: OpContract) -> Callable[..., Any]:
         results = _run(contract, binding, args, kwargs)
         if not isinstance(results, tuple):
             results = (results,)
-        for position, name, result in zip(positions, written, results, strict=True):
-            target = args[position] if position < len(args) else kwargs.get(name)
+        targets = [
+            args[i] if i < len(args) else kwargs.get(name)
+            for i, name in zip(positions, written, strict=True)
+        ]
+        places = [t.data_ptr() for t in targets if t is not None and t.numel()]
+        if len(set(places)) != len(places):
+            raise DispatchError(
+                f"torch.ops.{NAMESPACE}.{contract.name}_: {' and '.join(written)} are the same "
+                f"memory, which cannot hold both results. Call {contract.name} instead."
+            )
+        for target, result in zip(targets, results, strict=True):
             if target is not None and result is not target:
                 target.copy_(result)
 

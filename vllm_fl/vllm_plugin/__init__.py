@@ -1,2 +1,2 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The only package that imports vLLM at module level."""
+"""What vllm_fl does inside vLLM: the entry point, the layers, the graphs, the route table."""

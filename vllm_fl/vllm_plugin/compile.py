@@ -7,6 +7,7 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from ..dispatch.binding import Binding
+from ..dispatch.errors import DispatchError
 from ..dispatch.policy import MODES
 from ..ops import CONTRACTS
 from ..ops.library import Entry, bind_name, define, op_for
@@ -93,9 +94,13 @@ def opaque(
         inplace: the winner writes its arguments and the caller gave them up: the node is of
             the in-place form, which the compiler keeps free of copies.
     """
-    for contract in CONTRACTS:
-        if contract.name == binding.op:
-            define(contract)
+    contracts = {contract.name: contract for contract in CONTRACTS}
+    if binding.op not in contracts:
+        raise DispatchError(
+            f"op '{binding.op}' has no contract, so a graph cannot hold it; with one: "
+            f"{', '.join(contracts)}. Leave it native in compiled mode."
+        )
+    define(contracts[binding.op])
     said = ",".join(f"{name}={value}" for name, value in sorted((facts or {}).items()))
     entry = bind_name(binding, f"{said}{'!' if inplace else ''}")
     op, name = op_for(binding.op, inplace=inplace), entry.name

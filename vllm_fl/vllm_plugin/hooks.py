@@ -98,7 +98,8 @@ def when_imported(module_name: str, act: Callable[[ModuleType], None]) -> None:
     Importing vLLM's layers takes seconds, and the processes without a model never do.
     """
     module = sys.modules.get(module_name)
-    if module is not None:
+    executing = getattr(getattr(module, "__spec__", None), "_initializing", False)
+    if module is not None and not executing:
         act(module)
         return
     _awaited[module_name] = act

@@ -279,7 +279,8 @@ def _why_native(layer: Any, spec: LayerSpec, base: type, mode: str) -> str | Non
         return own
     # Not enabled is vLLM's default under the compiler; in eager mode somebody asked for it.
     enabled = layer.enabled() or layer._enforce_enable
-    if explicitly_off(spec.name) or (mode == EAGER and not enabled):
+    names = (spec.name, getattr(type(layer), "name", spec.name))
+    if any(map(explicitly_off, names)) or (mode == EAGER and not enabled):
         return "custom_ops disables it"
     return spec.refuses(layer)
 
@@ -338,7 +339,8 @@ def _bind(
         )
     if asked.mode == EAGER or winner is None:
         return ServedOp(op_name, binding, "")
-    forced = bool(manager.policy_in_force.order_for(op_name, asked.mode))
+    ordered = manager.policy_in_force.order_for(op_name, asked.mode)
+    forced = bool(ordered) and not decision.by_priority
     fusion = None if forced else fused_by_vllm(asked.layer)
     if fusion is not None:
         return ServedOp(op_name, None, fusion)
