@@ -182,9 +182,13 @@ def test_a_functional_op_returns_memory_of_its_own_even_if_the_implementation_do
 
 
 def test_the_inplace_form_refuses_to_hold_two_results_in_one_place() -> None:
-    x = torch.randn(3, 64)
-    with pytest.raises(DispatchError, match="x and residual are the same memory"):
-        torch.ops.vllm_fl.fused_add_rms_norm_(x, x, torch.ones(64), 1e-6)
+    rows, weight = torch.randn(5, 64), torch.ones(64)
+    before = rows.clone()
+    for x, residual in ((rows, rows), (rows[:4], rows[1:]), (rows[1:], rows[:4])):
+        with pytest.raises(DispatchError, match="x and residual share memory"):
+            torch.ops.vllm_fl.fused_add_rms_norm_(x, residual, weight, 1e-6)
+    assert torch.equal(rows, before)
+    torch.ops.vllm_fl.fused_add_rms_norm_(rows[:2], rows[2:4], weight, 1e-6)
 
 
 def test_bindings_made_for_other_reasons_are_not_shared() -> None:

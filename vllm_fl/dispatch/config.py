@@ -296,13 +296,15 @@ def _from_file(path: Path, who: str, label: str | None = None) -> _Given:
                     inner[key, name] = where
     except ConfigError:
         raise
-    except ValueError as error:  # a date that is none, say
-        raise ConfigError(f"{named}: a value cannot be read ({error})") from None
     except yaml.YAMLError as error:
         mark = getattr(error, "problem_mark", None)
         line = f":{mark.line + 1}" if mark is not None else ""
         problem = getattr(error, "problem", None) or str(error)
         raise ConfigError(f"{named}{line}: not valid YAML ({problem})") from None
+    except Exception as error:  # what PyYAML raises for a date or number that is none
+        raise ConfigError(
+            f"{named}: a value cannot be read ({type(error).__name__}: {error})"
+        ) from None
     return _check_keys(values, places, inner)
 
 

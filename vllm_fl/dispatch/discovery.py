@@ -144,7 +144,7 @@ def _run(
             undeclared = _undeclared_of(registry, origin)
             if strict and undeclared:
                 raise RegistrationError(_undeclared_text(registry, undeclared))
-    except Exception as caught:
+    except (Exception, SystemExit) as caught:
         error = caught
     record = PluginRecord(
         name=origin.name,

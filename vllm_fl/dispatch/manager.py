@@ -119,14 +119,14 @@ class OpManager:
     @property
     def policy_in_force(self) -> SelectionPolicy:
         """The innermost policy context's policy, or the base policy."""
-        return self._policy_in_force()[0]
+        return active_policy() or self.base_policy
 
     @property
     def device(self) -> DeviceFacts:
         """The device that decisions are made for."""
         if self._device is None:
-            module, _, name = DEVICE_PROBE.partition(":")
-            self._device = getattr(importlib.import_module(module), name)(self.config.platform)
+            module, _, probe = DEVICE_PROBE.partition(":")
+            self._device = getattr(importlib.import_module(module), probe)(self.config.platform)
         return self._device
 
     def get_discovered_plugins(self) -> tuple[PluginRecord, ...]:
@@ -169,7 +169,7 @@ class OpManager:
                     if self._own_config:
                         self._config = config = self.read_config()
                     config.check_against(self._registry.snapshot(), self._plugin_notes())
-                except Exception:
+                except BaseException:  # Ctrl-C too
                     self._registry.drop_discovered()
                     if self._own_config:
                         self._config = None  # the next attempt reads what may be mended by then
@@ -187,8 +187,7 @@ class OpManager:
         if not logger.isEnabledFor(logging.INFO):
             return
         served, names = dict[str, int](), self._registry.list_operators()
-        for op_name in names:
-            # The pure function: neither a policy context nor strict mode has a say here.
+        for op_name in names:  # purely: neither a policy context nor strict mode has a say here
             try:
                 winner = self._decide_purely(op_name, self.base_policy).winner_id or "nothing"
             except Exception:  # told, with its traceback, to whoever binds the op
@@ -433,9 +432,8 @@ class OpManager:
         """Pin what is registered and chosen now, because a loaded model relies on it."""
         self.ensure_initialized()
         with self._lock:
-            if self._frozen is None:
-                self._frozen = self._registry.snapshot()
-                self._invalidate()
+            self._frozen = self._frozen or self._registry.snapshot()
+            self._invalidate()
 
     def thaw(self) -> None:
         """Let decisions follow registry and policy again. Layers that are already bound

@@ -134,6 +134,18 @@ def _storages(values: Iterable[Any]) -> set[int]:
     }
 
 
+def _overlap(tensors: list[torch.Tensor]) -> bool:
+    """Whether two contiguous tensors, or two views that start at one address, share memory.
+    Other views interleave without sharing, as the query and key of one projection do."""
+    for i, a in enumerate(tensors):
+        for b in tensors[:i]:
+            apart = a.data_ptr() - b.data_ptr()
+            dense = a.is_contiguous() and b.is_contiguous()
+            if apart == 0 or (dense and -a.nbytes < apart < b.nbytes):
+                return True
+    return False
+
+
 def _functional(contract: OpContract) -> Callable[..., Any]:
     def body(*args: Any, binding: str = "", **kwargs: Any) -> Any:
         result = _run(contract, binding, args, kwargs)
@@ -157,19 +169,18 @@ def _inplace(contract: OpContract) -> Callable[..., Any]:
     positions = tuple(names.index(name) for name in written)
 
     def body(*args: Any, binding: str = "", **kwargs: Any) -> None:
-        results = _run(contract, binding, args, kwargs)
-        if not isinstance(results, tuple):
-            results = (results,)
         targets = [
             args[i] if i < len(args) else kwargs.get(name)
             for i, name in zip(positions, written, strict=True)
         ]
-        places = [t.data_ptr() for t in targets if t is not None and t.numel()]
-        if len(set(places)) != len(places):
+        if _overlap([t for t in targets if t is not None and t.numel()]):
             raise DispatchError(
-                f"torch.ops.{NAMESPACE}.{contract.name}_: {' and '.join(written)} are the same "
-                f"memory, which cannot hold both results. Call {contract.name} instead."
+                f"torch.ops.{NAMESPACE}.{contract.name}_: {' and '.join(written)} share memory, "
+                f"which cannot hold both results. Call {contract.name} instead."
             )
+        results = _run(contract, binding, args, kwargs)
+        if not isinstance(results, tuple):
+            results = (results,)
         for target, result in zip(targets, results, strict=True):
             if target is not None and result is not target:
                 target.copy_(result)

@@ -201,6 +201,11 @@ def _of_norms(op: str, make: Callable[..., tuple[Any, ...]]) -> tuple[Refusal, .
             "hidden_size 0 is not a positive multiple of 8", Harm.DIES, make,
         ),
         Refusal(
+            f"{op} with a weight that is a column",
+            lambda: make(weight=randn((64, 1), F32, seed=7)),
+            "weight has shape [64, 1], x has [3, 64]", Harm.SILENT, make,
+        ),
+        Refusal(
             f"{op} with a weight of one element",
             lambda: make(weight=in_front_of(torch.ones(1), 1000.0)),
             "the weight has 1 elements, a row has 64", Harm.WRONG,

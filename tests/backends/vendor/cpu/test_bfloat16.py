@@ -15,8 +15,7 @@ import torch
 
 from tests.backends.helpers import cpu_manager
 from tests.backends.vendor.cpu.refusals import fused, gated, norm, rotary
-from vllm_fl.backends.vendor.cpu.impl import activation, common, normalization
-from vllm_fl.backends.vendor.cpu.impl import rotary as rope
+from vllm_fl.backends.vendor.cpu.impl import common
 
 REASON = "bfloat16 is truncated, not rounded: this CPU has no AVX512_BF16"
 GUARDED = {
@@ -95,8 +94,7 @@ def test_only_x86_without_the_instructions_is_left_out(
 def test_where_it_is_truncated_the_reference_serves_bfloat16_with_the_reason(
     monkeypatch, kernels, op
 ):
-    for module in (activation, normalization, rope):
-        monkeypatch.setattr(module, "DTYPES", frozenset({torch.float32, torch.float16}))
+    monkeypatch.setattr(common, "DTYPES", frozenset({torch.float32, torch.float16}))
     manager = cpu_manager()
     decision = manager.explain(op, *GUARDED[op](dtype=torch.bfloat16))
     assert decision.winner_id == "reference.torch"

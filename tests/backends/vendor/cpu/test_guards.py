@@ -22,7 +22,7 @@ from tests.backends.helpers import (
     off_by,
     wrong_by,
 )
-from tests.backends.vendor.cpu.refusals import CASES, REFUSALS, Harm, Refusal
+from tests.backends.vendor.cpu.refusals import CASES, REFUSALS, Harm, Refusal, rotary, turns
 from vllm_fl import ops
 from vllm_fl.backends.reference import register_ops as reference_ops
 from vllm_fl.backends.vendor.cpu import register_ops as cpu_ops
@@ -214,6 +214,8 @@ def test_every_reason_that_a_guard_can_give_is_among_the_refusals():
             verdict(refusal.op, refusal.arguments())
             verdict(refusal.op, refusal.neighbour())
         tensor_reason(torch.empty(1, dtype=torch.bfloat16))  # see test_bfloat16.py
+        tensor_reason(torch.empty(1, requires_grad=True))  # see test_bound_sizes.py
+        verdict("rotary_embedding", rotary(cache=turns(64).view(2, 8, 64)))  # there too
     finally:
         sys.settrace(previous)
     missing = sorted(

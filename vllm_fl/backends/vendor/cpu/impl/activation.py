@@ -13,13 +13,13 @@ from typing import Any
 import torch
 
 from ..cpu import backend
-from .common import DTYPES, VECTOR, tensor_reason
+from .common import VECTOR, fits, tensor_reason
 
 _MAX_ELEMENTS = 2**31
 
 
 def _supports(x: torch.Tensor) -> bool | str:
-    if x.dtype not in DTYPES or not x.is_cpu:
+    if not fits(x):
         return tensor_reason(x)
     size = x.shape[-1]
     if not size or size % (2 * VECTOR):

@@ -32,8 +32,15 @@ ALIGNMENT = 16
 """Bytes. bfloat16 vectors are stored with aligned instructions: elsewhere the process ends."""
 
 
+def fits(x: torch.Tensor) -> bool:
+    """Whether a tensor is of a kind that the kernels take; see `tensor_reason`."""
+    return x.dtype in DTYPES and x.is_cpu and not x.requires_grad
+
+
 def tensor_reason(x: torch.Tensor) -> str:
-    """Why a tensor that is not on the CPU, or not of one of DTYPES, is refused."""
+    """Why a tensor does not fit."""
+    if x.requires_grad:
+        return "a gradient is required, and the kernels have none"
     if not x.is_cpu:
         return f"the tensor is on {x.device.type}"
     if x.dtype is torch.bfloat16:

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 
 from ..cpu import backend
-from .common import ALIGNMENT, DTYPES, VECTOR, tensor_reason
+from .common import ALIGNMENT, VECTOR, fits, tensor_reason
 
 
 def _supports_layer(facts: Mapping[str, Any]) -> bool | str:
@@ -31,13 +31,15 @@ def _supports_layer(facts: Mapping[str, Any]) -> bool | str:
 
 
 def _supports_weight(x: torch.Tensor, weight: torch.Tensor | None) -> bool | str:
-    dtype = x.dtype
-    if dtype not in DTYPES or not x.is_cpu:
+    if not fits(x):
         return tensor_reason(x)
     if weight is None:
         return True
-    if weight.dtype is not dtype:
-        return f"weight is {weight.dtype}, x is {dtype}"
+    if weight.dtype is not x.dtype:
+        return f"weight is {weight.dtype}, x is {x.dtype}"
+    # Also for a layer whose sizes were known: past the weight's end lies foreign memory.
+    if weight.shape != x.shape[-1:]:
+        return f"weight has shape {list(weight.shape)}, x has {list(x.shape)}"
     return weight.is_contiguous() or "weight is not contiguous"
 
 

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 
 from ..cpu import backend
-from .common import ALIGNMENT, DTYPES, VECTOR, tensor_reason
+from .common import ALIGNMENT, VECTOR, fits, tensor_reason
 
 
 def _supports_layer(facts: Mapping[str, Any]) -> bool | str:
@@ -44,10 +44,10 @@ def _supports_heads(
     strides = x.stride()
     pitch = strides[-2]
     if dims == 2:
-        fits = strides[1] == 1 and pitch >= width and not (is_neox and pitch % VECTOR)
+        regular = strides[1] == 1 and pitch >= width and not (is_neox and pitch % VECTOR)
     else:  # is_contiguous says nothing about the stride of a dimension of size 1
-        fits = pitch == width and x.is_contiguous()
-    return fits or f"{name} has strides {list(strides)} for shape {list(shape)}"
+        regular = pitch == width and x.is_contiguous()
+    return regular or f"{name} has strides {list(strides)} for shape {list(shape)}"
 
 
 def _supports(
@@ -59,7 +59,7 @@ def _supports(
     is_neox: bool,
 ) -> bool | str:
     dtype = query.dtype
-    if dtype not in DTYPES or not query.is_cpu:
+    if not fits(query):
         return tensor_reason(query)
     if cos_sin_cache.dtype is not dtype:
         return f"cos_sin_cache is {cos_sin_cache.dtype}, query is {dtype}"
@@ -68,6 +68,8 @@ def _supports(
     if not (positions.is_contiguous() and cos_sin_cache.is_contiguous()):
         return "positions or cos_sin_cache is not contiguous"
     tokens = positions.numel()
+    if cos_sin_cache.dim() != 2 or (tokens and not cos_sin_cache.shape[0]):
+        return f"cos_sin_cache has shape {list(cos_sin_cache.shape)}"
     verdict = _supports_heads("query", query, tokens, head_size, is_neox)
     if verdict is not True or key is None:
         return verdict
