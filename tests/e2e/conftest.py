@@ -98,6 +98,9 @@ def run_process(
         ended = f" (killed after {timeout} s)"
         os.killpg(process.pid, signal.SIGKILL)
         stdout, stderr = process.communicate()
+    finally:
+        if process.returncode is None:  # the test was interrupted, or out of time itself
+            os.killpg(process.pid, signal.SIGKILL)
     if ended or fails != (process.returncode != 0):
         pytest.fail(f"{command} ended with {process.returncode}{ended}:\n{stdout}\n{stderr}")
     return Outcome(stdout, stderr)
