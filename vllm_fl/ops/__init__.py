@@ -9,20 +9,21 @@ from __future__ import annotations
 
 from ..dispatch.registry import OpRegistry
 from ..dispatch.types import OpSignature
-from .activation import GELU_AND_MUL, SILU_AND_MUL
+from . import activation, attention, cache, moe, normalization, quantization, rotary, sampling
 from .attention import ATTENTION_BACKEND
 from .contract import OpContract
-from .normalization import FUSED_ADD_RMS_NORM, RMS_NORM
-from .rotary import ROTARY_EMBEDDING
 
 __all__ = ["CONTRACTS", "SIGNATURES", "OpContract", "register_builtins"]
 
 CONTRACTS: tuple[OpContract, ...] = (
-    SILU_AND_MUL,
-    GELU_AND_MUL,
-    RMS_NORM,
-    FUSED_ADD_RMS_NORM,
-    ROTARY_EMBEDDING,
+    *activation.CONTRACTS,
+    *normalization.CONTRACTS,
+    *rotary.CONTRACTS,
+    *cache.CONTRACTS,
+    *attention.CONTRACTS,
+    *moe.CONTRACTS,
+    *quantization.CONTRACTS,
+    *sampling.CONTRACTS,
 )
 
 SIGNATURES: tuple[OpSignature, ...] = (

@@ -10,9 +10,9 @@ import torch
 import torch.nn.functional as F
 
 from ..dispatch.types import OpSignature
-from .contract import Case, OpContract, half_and_single
+from .contract import CallSite, Case, OpContract, half_and_single
 
-__all__ = ["GELU_AND_MUL", "SILU_AND_MUL"]
+__all__ = ["CONTRACTS", "GELU_AND_MUL", "SILU_AND_MUL"]
 
 
 def _silu_and_mul(x: torch.Tensor) -> torch.Tensor:
@@ -46,6 +46,9 @@ def _rows(
     return (x.to(dtype)[..., : shape[-1]], *extra)
 
 
+WIDE_RANGE = (torch.float32, torch.bfloat16)
+
+
 def _cases(*extra: Any) -> tuple[Case, ...]:
     make = partial(_rows, extra=extra)
     suffix = f", {extra[0]}" if extra else ""
@@ -60,7 +63,8 @@ def _cases(*extra: Any) -> tuple[Case, ...]:
     return (
         *(Case(name + suffix, partial(make, shape)) for name, shape in shapes.items()),
         Case("tiny values" + suffix, partial(make, (3, 64), scale=1e-3)),
-        Case("huge values" + suffix, partial(make, (3, 64), scale=1e4)),
+        # The products leave float16's range.
+        Case("huge values" + suffix, partial(make, (3, 64), scale=1e4), WIDE_RANGE),
         Case("slice of wider rows" + suffix, partial(make, (5, 128), pad=64)),
     )
 
@@ -81,6 +85,12 @@ SILU_AND_MUL = OpContract(
     schema="(Tensor x) -> Tensor",
     reference=_silu_and_mul,
     fake=_half_width,
+    arrays={"x": "T[..., 2*d]"},
+    results=("T[..., d]",),
+    batched=("x",),
+    call_sites=(
+        CallSite("vllm.model_executor.layers.activation:SiluAndMul", "the layer's forward"),
+    ),
     cases=_cases(),
     tolerances=_TOLERANCES,
 )
@@ -95,6 +105,12 @@ GELU_AND_MUL = OpContract(
     schema='(Tensor x, str approximate="none") -> Tensor',
     reference=_gelu_and_mul,
     fake=_half_width,
+    arrays={"x": "T[..., 2*d]"},
+    results=("T[..., d]",),
+    batched=("x",),
+    call_sites=(
+        CallSite("vllm.model_executor.layers.activation:GeluAndMul", "the layer's forward"),
+    ),
     cases=_cases("none") + _cases("tanh"),
     tolerances=_TOLERANCES,
     # 1 + erf(x) cancels for negative x: the error is that of the terms, not of the result.
@@ -102,3 +118,5 @@ GELU_AND_MUL = OpContract(
         (x[..., : x.shape[-1] // 2] * x[..., x.shape[-1] // 2 :]).abs(),
     ),
 )
+
+CONTRACTS = (SILU_AND_MUL, GELU_AND_MUL)

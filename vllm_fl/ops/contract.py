@@ -10,8 +10,9 @@ from typing import Any
 import torch
 
 from ..dispatch.types import OpSignature
+from .arrays import ArraySpec
 
-__all__ = ["Case", "OpContract", "Tolerance", "error_in_ulps", "half_and_single"]
+__all__ = ["CallSite", "Case", "OpContract", "Tolerance", "exactly", "half_and_single"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -19,20 +20,26 @@ class Tolerance:
     """How far a right implementation may be from the exact result.
 
     An element passes if ``|found - exact| <= ulps * ulp(magnitude)``, where ulp is that of the
-    output's dtype and magnitude the larger of ``|exact|`` and what the contract's `magnitude`
-    says of the terms that were added up (a difference of large terms is not exact to its own
-    size).
+    output's dtype (1 for integers) and magnitude the larger of ``|exact|`` and what the
+    contract's `magnitude` says of the terms that were added up (a difference of large terms is
+    not exact to its own size).
 
     Attributes:
-        ulps: units in the last place.
+        ulps: units in the last place; one number, or one for each output.
         why: where the number comes from.
     """
 
-    ulps: float
+    ulps: float | tuple[float, ...]
     why: str
 
+    def for_output(self, index: int) -> float:
+        """The limit of the output at `index`."""
+        return self.ulps[index] if isinstance(self.ulps, tuple) else self.ulps
 
-def half_and_single(*, half: float, single: float, why: str) -> dict[torch.dtype, Tolerance]:
+
+def half_and_single(
+    *, half: float | tuple[float, ...], single: float | tuple[float, ...], why: str
+) -> dict[torch.dtype, Tolerance]:
     """One tolerance for bfloat16 and float16, one for float32."""
     return {
         torch.bfloat16: Tolerance(half, why),
@@ -41,41 +48,92 @@ def half_and_single(*, half: float, single: float, why: str) -> dict[torch.dtype
     }
 
 
+def exactly(*dtypes: torch.dtype, why: str) -> dict[torch.dtype, Tolerance]:
+    """No difference at all, in each of the dtypes."""
+    return {dtype: Tolerance(0, why) for dtype in dtypes}
+
+
 @dataclass(frozen=True, slots=True)
 class Case:
     """One input, by name.
 
     Attributes:
         name: what is particular about it.
-        make: takes dtype and a seeded generator, returns the op's positional arguments.
+        make: takes dtype and a seeded generator, returns the op's positional arguments. The
+            tensors are made on the CPU; who needs them elsewhere moves them.
+        dtypes: those that the case is for; None for all of the contract's.
     """
 
     name: str
     make: Callable[[torch.dtype, torch.Generator], tuple[Any, ...]]
+    dtypes: tuple[torch.dtype, ...] | None = None
 
 
 @dataclass(frozen=True, slots=True)
+class CallSite:
+    """Where vLLM calls for the op.
+
+    Attributes:
+        where: "module:Class" or "module:function" of vLLM.
+        hook: how the op gets there, e.g. "the layer's forward".
+        device_types: those on which vLLM comes this way; None for any.
+        note: what else there is to know, e.g. the releases that have it.
+    """
+
+    where: str
+    hook: str
+    device_types: tuple[str, ...] | None = None
+    note: str = ""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class OpContract:
     """The torch half of an op; its torch-free half is the `signature`.
+
+    From it are derived: the check of registrations, `torch.ops.vllm_fl.<op>`, the op's page in
+    docs/ops, the inputs of verification and of benchmarks.
 
     Attributes:
         signature: parameters, defaults, facts, what an in-place form writes.
         schema: the functional schema as torch.library takes it, without the name.
-        reference: plain PyTorch; functional, any device, any dtype.
-        fake: shape and dtype of the outputs; contiguous.
+        reference: plain PyTorch; functional, any device, any dtype. An op that has an in-place
+            form returns the written arguments' new values, in the order of
+            `signature.inplace`.
+        fake: shape, dtype and strides of the outputs.
+        arrays: tensor arguments by name, each as an ArraySpec such as "T[..., hidden]".
+        results: the outputs, in the same notation.
         cases: inputs, the nasty ones among them.
-        tolerances: dtype to how far an implementation may be from float64.
+        tolerances: dtype under test (T) to how far an implementation may be from the exact
+            result. Its keys are the dtypes that the op is for.
+        constraints: expressions over axes and scalar arguments that hold for valid calls.
+        exact: what the exact result is, as float64 (or integers): takes the arguments with
+            floating-point tensors in float64 and returns the outputs before any rounding to
+            their dtype. None: the reference itself, in float64.
         magnitude: for each output the size of the terms behind each element, or None where
             the output's own size is right; takes the arguments in float64.
+        canonical: maps (outputs, arguments) to outputs that can be compared element by
+            element, where the op leaves an order open (ties, the order within a group).
+        batched: arguments whose first dimension is the tokens, each of which is computed
+            alone; the first dimension of every output is the same. Empty where tokens meet.
+        call_sites: where vLLM calls for it; empty: it is there for callers of the library.
+        source: where the formula comes from.
     """
 
     signature: OpSignature
     schema: str
     reference: Callable[..., Any]
     fake: Callable[..., Any]
+    arrays: Mapping[str, ArraySpec]
+    results: tuple[ArraySpec, ...]
     cases: tuple[Case, ...]
     tolerances: Mapping[torch.dtype, Tolerance]
+    constraints: tuple[str, ...] = ()
+    exact: Callable[..., Any] | None = None
     magnitude: Callable[..., tuple[torch.Tensor | None, ...]] | None = None
+    canonical: Callable[..., tuple[torch.Tensor | None, ...]] | None = None
+    batched: tuple[str, ...] = ()
+    call_sites: tuple[CallSite, ...] = ()
+    source: str = ""
 
     @property
     def name(self) -> str:
@@ -99,52 +157,6 @@ class OpContract:
                     break
         return f"{arguments} -> ()"
 
-
-def error_in_ulps(contract: OpContract, result: Any, args: tuple[Any, ...]) -> float:
-    """The worst element's distance from the exact result, in units of the contract's tolerance.
-
-    The exact result is the reference in float64. NaN and infinities must be where they are in it;
-    otherwise the distance is infinite.
-    """
-    exact_args = tuple(_in_double(a) for a in args)
-    exact = _outputs(contract.reference(*exact_args))
-    magnitudes: tuple[torch.Tensor | None, ...] = (None,) * len(exact)
-    if contract.magnitude is not None:
-        magnitudes = contract.magnitude(*exact_args)
-    worst = 0.0
-    for found, truth, magnitude in zip(_outputs(result), exact, magnitudes, strict=True):
-        if (found is None) != (truth is None) or (
-            truth is not None and found is not None and found.shape != truth.shape
-        ):
-            return float("inf")
-        if truth is None or found is None or truth.numel() == 0:
-            continue
-        size = truth.abs() if magnitude is None else torch.maximum(truth.abs(), magnitude)
-        worst = max(worst, _distance(found, truth, size))
-    return worst
-
-
-def _distance(found: torch.Tensor, truth: torch.Tensor, size: torch.Tensor) -> float:
-    info = torch.finfo(found.dtype)
-    # What is beyond the dtype's range is infinite in it, and what is below is subnormal.
-    rounded = truth.to(found.dtype)
-    finite = rounded.isfinite()
-    if not torch.equal(found.isfinite(), finite):
-        return float("inf")
-    special = ~finite
-    if not torch.equal(found[special].nan_to_num(), rounded[special].nan_to_num()):
-        return float("inf")
-    exponent = size.clamp(min=info.tiny).log2().floor()
-    ulp = torch.exp2(exponent) * info.eps
-    errors = ((found.double() - truth).abs() / ulp)[finite]
-    return float(errors.max()) if errors.numel() else 0.0
-
-
-def _in_double(value: Any) -> Any:
-    if isinstance(value, torch.Tensor) and value.is_floating_point():
-        return value.double()
-    return value
-
-
-def _outputs(result: Any) -> tuple[torch.Tensor | None, ...]:
-    return result if isinstance(result, tuple) else (result,)
+    def cases_for(self, dtype: torch.dtype) -> tuple[Case, ...]:
+        """The cases that apply to a dtype."""
+        return tuple(c for c in self.cases if c.dtypes is None or dtype in c.dtypes)

@@ -9,9 +9,9 @@ from typing import Any
 import torch
 
 from ..dispatch.types import OpSignature
-from .contract import Case, OpContract, half_and_single
+from .contract import CallSite, Case, OpContract, half_and_single
 
-__all__ = ["FUSED_ADD_RMS_NORM", "RMS_NORM"]
+__all__ = ["CONTRACTS", "FUSED_ADD_RMS_NORM", "RMS_NORM"]
 
 
 def _normalize(
@@ -151,6 +151,8 @@ _TOLERANCES = half_and_single(
     "by the root, and three further roundings",
 )
 
+_CALL_SITES = (CallSite("vllm.model_executor.layers.layernorm:RMSNorm", "the layer's forward"),)
+
 RMS_NORM = OpContract(
     signature=OpSignature.parse(
         "rms_norm(x, weight, epsilon, variance_size=None)",
@@ -164,6 +166,12 @@ RMS_NORM = OpContract(
     schema="(Tensor x, Tensor? weight, float epsilon, SymInt? variance_size=None) -> Tensor",
     reference=_rms_norm,
     fake=_rms_norm_fake,
+    arrays={"x": "T[..., hidden]", "weight": "float[hidden]?"},
+    results=("T[..., hidden]",),
+    constraints=("variance_size is None or variance_size <= hidden",),
+    batched=("x",),
+    call_sites=_CALL_SITES,
+    source="https://arxiv.org/abs/1910.07467",
     cases=_cases(residual=False),
     tolerances=_TOLERANCES,
 )
@@ -182,7 +190,15 @@ FUSED_ADD_RMS_NORM = OpContract(
     ),
     reference=_fused_add_rms_norm,
     fake=_fused_add_rms_norm_fake,
+    arrays={"x": "T[..., hidden]", "residual": "T[..., hidden]", "weight": "float[hidden]?"},
+    results=("T[..., hidden]", "T[..., hidden]"),
+    constraints=("variance_size is None or variance_size <= hidden",),
+    batched=("x", "residual"),
+    call_sites=_CALL_SITES,
+    source="https://arxiv.org/abs/1910.07467",
     cases=_cases(residual=True),
     tolerances=_TOLERANCES,
     magnitude=lambda x, residual, *_: (None, x.abs() + residual.abs()),
 )
+
+CONTRACTS = (RMS_NORM, FUSED_ADD_RMS_NORM)

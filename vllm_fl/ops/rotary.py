@@ -9,9 +9,9 @@ from typing import Any
 import torch
 
 from ..dispatch.types import OpSignature
-from .contract import Case, OpContract, half_and_single
+from .contract import CallSite, Case, OpContract, half_and_single
 
-__all__ = ["ROTARY_EMBEDDING"]
+__all__ = ["CONTRACTS", "ROTARY_EMBEDDING"]
 
 
 def _rotate(
@@ -164,6 +164,24 @@ ROTARY_EMBEDDING = OpContract(
     ),
     reference=_rotary_embedding,
     fake=_fake,
+    arrays={
+        "positions": "index[tokens]",
+        "query": "T[tokens, heads*head_size] or T[tokens, heads, head_size]",
+        "key": "(T[tokens, kv_heads*head_size] or T[tokens, kv_heads, head_size])?",
+        "cos_sin_cache": "float[max_position, rotary_dim]",
+    },
+    results=(
+        "T[tokens, heads*head_size] or T[tokens, heads, head_size]",
+        "(T[tokens, kv_heads*head_size] or T[tokens, kv_heads, head_size])?",
+    ),
+    constraints=("rotary_dim <= head_size", "rotary_dim % 2 == 0"),
+    call_sites=(
+        CallSite(
+            "vllm.model_executor.layers.rotary_embedding.base:RotaryEmbedding",
+            "the layer's forward",
+        ),
+    ),
+    source="https://arxiv.org/abs/2104.09864",
     cases=_cases(),
     tolerances=half_and_single(
         half=2.5,
@@ -173,3 +191,5 @@ ROTARY_EMBEDDING = OpContract(
     ),
     magnitude=_magnitude,
 )
+
+CONTRACTS = (ROTARY_EMBEDDING,)

@@ -4,7 +4,16 @@
 from __future__ import annotations
 
 from ...dispatch.registry import OpRegistry
-from .impl import activation, normalization, rotary  # noqa: F401  (importing marks them)
+from .impl import (  # noqa: F401  (importing marks them)
+    activation,
+    attention,
+    cache,
+    moe,
+    normalization,
+    quantization,
+    rotary,
+    sampling,
+)
 from .reference import backend
 
 __all__ = ["register_builtins"]
