@@ -210,9 +210,11 @@ def test_a_guard_that_raises_stops_the_call_and_is_named() -> None:
     for call in (manager.bind("scale"), lambda x: manager.call("scale", x)):
         with pytest.raises(AttributeError) as caught:
             call(1)
+        line = guard.__code__.co_firstlineno + 1
         assert caught.value.__notes__ == [
-            "vllm_fl: raised by a guard of implementation 'vendor.acme' of op 'scale'. A guard "
-            "reads metadata only, and returns True or a reason."
+            "vllm_fl: raised by a guard of implementation 'vendor.acme' of op 'scale' (guard in "
+            f"test_binding.py, line {line}), asked about 1. A guard reads metadata only, and "
+            "returns True or a reason."
         ]
 
 

@@ -2,7 +2,6 @@
 from __future__ import annotations
 
 import json
-import os
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +12,6 @@ from vllm_fl.dispatch.config import (
     SETTINGS,
     check_names,
     shipped_policy,
-    sources_in_context,
     variable_names,
 )
 from vllm_fl.dispatch.types import DeviceFacts, VendorInfo
@@ -287,11 +285,24 @@ def test_a_file_that_is_not_text_is_an_error(file: Any) -> None:
             f':2: unknown key "perfer"; valid: {KEYS}. Did you mean "prefer"?',
         ),
         ("\nplugin_modules: [a]\n", f':2: unknown key "plugin_modules"; valid: {KEYS}.'),
-        ("strict: true\n\nstrict: false\n", ':3: the key "strict" is given twice'),
+        ("strict: true\n\nstrict: false\n", ':3: the key "strict" is given twice; first in line 1'),
         (
             "op_backends:\n  a: [native]\n  a: [vendor]\n",
-            ':3: "a" is given twice in op_backends',
+            ':3: the key "a" is given twice in op_backends; first in line 2',
         ),
+        (
+            "op_backends:\n  a:\n    eager: [native]\n    eager: [vendor]\n",
+            ':4: the key "eager" is given twice in op_backends.a; first in line 3',
+        ),
+        (
+            "op_backends:\n  a@eager: [native]\n  a:\n    eager: [vendor]\n",
+            ':3: op_backends.a: the order of "a@eager" is given twice; first at ',
+        ),
+        (
+            "op_backends:\n  a: {compiled: [native]}\n  a@compiled: [vendor]\n",
+            ':3: op_backends.a@compiled: the order of "a@compiled" is given twice; first at ',
+        ),
+        ("deny_vendors: &a [*a]\n", ":1: not valid YAML (found unconstructable recursive node)"),
         (
             "prefer: cuda\n",
             ':1: prefer: unknown kind "cuda"; valid: flagos, vendor, reference.',
@@ -574,40 +585,28 @@ def test_a_configuration_as_data_shows_every_setting_with_its_source(file: Any) 
         "value": {"scale": ["vendor", "native"]},
         "source": {"scale": f"{path}:2"},
     }
-    assert data["deny_vendors"] == {"value": ["a", "b"], "source": f"{path}:3"}
+    assert data["deny_vendors"] == {"value": ["b", "a"], "source": f"{path}:3"}
     assert data["log_level"] == {"value": "INFO", "source": "default"}
     assert data["prefer"] == {"value": None, "source": "default"}
     assert Config().to_dict()["op_backends"] == {"value": {}, "source": "default"}
+    assert {name: entry["value"] for name, entry in Config().to_dict().items()} == {
+        "enabled": True,
+        "config": None,
+        "prefer": None,
+        "strict": False,
+        "op_backends": {},
+        "allow_vendors": None,
+        "deny_vendors": None,
+        "plugin_modules": None,
+        "log_level": "INFO",
+        "oot_whitelist": None,
+        "oot_blacklist": None,
+        "flagos_whitelist": None,
+        "flagos_blacklist": None,
+        "platform": None,
+    }
 
 
-def test_a_contexts_values_that_differ_from_the_configuration_come_from_the_context() -> None:
-    config = load_config({"VLLM_FL_PREFER": "vendor", "VLLM_FL_PER_OP": "a=native;b=native"})
-    policy = SelectionPolicy(
-        prefer="vendor", strict=True, per_op_order=(("a", ("native",)), ("b", ("vendor",)))
-    )
-    sources = sources_in_context(policy, config)
-    assert sources["prefer"] == "environment variable VLLM_FL_PREFER"
-    assert sources["strict"] == "policy_context"
-    assert sources["per_op_order.a"] == "environment variable VLLM_FL_PER_OP"
-    assert sources["per_op_order.b"] == "policy_context"
-
-
-def test_loading_changes_nothing_in_the_environment() -> None:
-    before = dict(os.environ)
-    load_config({"VLLM_FL_PREFER": "vendor"})
-    assert dict(os.environ) == before
-
-
-def test_a_value_that_yaml_itself_cannot_read_names_the_file(tmp_path: Path) -> None:
-    path = tmp_path / "fl.yaml"
-    path.write_text("prefer: 2024-13-45\n")
-    with pytest.raises(ConfigError, match=r"fl\.yaml: a value cannot be read \(ValueError: month"):
-        load_config({"VLLM_FL_CONFIG": str(path)})
-
-
-def test_a_users_whitelist_outranks_a_shipped_blacklist(tmp_path: Path) -> None:
-    path = tmp_path / "cpu.yaml"
-    path.write_text("flagos_blacklist: [rms_norm]\n")
-    config = load_config({"VLLM_FL_FLAGOS_WHITELIST": "silu_and_mul"}, shipped=path)
-    assert config.policy.flagos_whitelist == {"silu_and_mul"}
-    assert config.policy.flagos_blacklist == frozenset()
+def test_a_list_keeps_the_order_in_which_it_was_given() -> None:
+    data = load_config({"VLLM_FL_PLUGIN_MODULES": "zeta,acme"}).to_dict()
+    assert data["plugin_modules"]["value"] == ["zeta", "acme"]

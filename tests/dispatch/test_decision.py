@@ -300,12 +300,26 @@ def test_a_guard_that_raises_is_named_in_a_note() -> None:
     with pytest.raises(KeyError) as caught:
         choose(make_impl("vendor.a", supports_layer=guard), signature=SIZED, facts={"size": 1})
     assert caught.value.__notes__ == [
-        "vllm_fl: raised by a guard of implementation 'vendor.a' of op 'scale'. A guard reads "
-        "metadata only, and returns True or a reason."
+        "vllm_fl: raised by a guard of implementation 'vendor.a' of op 'scale' (guard in "
+        f"test_decision.py, line {guard.__code__.co_firstlineno + 1}), asked about size=1. A "
+        "guard reads metadata only, and returns True or a reason."
     ]
     with pytest.raises(TypeError, match="this one returned None") as wrong:
         choose(make_impl("vendor.a", supports=_record([], None)), call=Call((1,)))
     assert "a guard of implementation 'vendor.a'" in wrong.value.__notes__[0]
+
+
+def test_facts_that_cannot_be_read_are_told_as_such() -> None:
+    def width(x: Any, factor: Any = 2) -> Mapping[str, Any]:
+        return {"width": x.shape[-1]}
+
+    signature = OpSignature.parse("scale(x, factor=2)", facts=width, fact_names=("width",))
+    with pytest.raises(AttributeError) as caught:
+        choose(make_impl("vendor.a"), signature=signature, call=Call((1,)))
+    assert caught.value.__notes__ == [
+        "vllm_fl: raised while the facts of op 'scale' were read from 1 (width in "
+        f"test_decision.py, line {width.__code__.co_firstlineno + 1}); no guard was asked yet"
+    ]
 
 
 def test_only_a_guards_refusal_counts_as_a_rejection_of_the_first_choice() -> None:

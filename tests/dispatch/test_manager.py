@@ -586,8 +586,8 @@ def test_a_policy_helper_starts_from_the_whole_base_policy(
     shipped.write_text("prefer: reference\n")
     monkeypatch.setattr("vllm_fl.dispatch.manager.shipped_policy", lambda device: shipped)
     reset_default_manager()
-    with with_strict_mode() as policy:  # the first thing that happens in this process
-        assert policy.prefer == "reference"
+    with with_strict_mode():  # the first thing that happens in this process
+        assert get_default_manager().policy_in_force.prefer == "reference"
 
 
 def test_what_a_plugin_resolved_before_the_policy_was_complete_is_resolved_again(

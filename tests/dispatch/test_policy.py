@@ -26,7 +26,8 @@ from vllm_fl.dispatch import (
     with_preference,
     with_strict_mode,
 )
-from vllm_fl.dispatch.policy import active_policy, check_token, token_matches
+from vllm_fl.dispatch.memory import SCOPES_KEPT
+from vllm_fl.dispatch.policy import active_scope, check_token, in_scope, token_matches
 
 from .helpers import SCALE, make_impl, make_manager, returning
 
@@ -210,7 +211,7 @@ def test_a_context_acts_on_call_resolve_bind_and_explain_and_ends(manager: OpMan
 def test_a_context_ends_after_an_exception(manager: OpManager) -> None:
     with pytest.raises(ZeroDivisionError), with_preference("reference"):
         raise ZeroDivisionError
-    assert active_policy() is None
+    assert active_scope() is None
     assert everywhere() == {"default.flaggems"}
 
 
@@ -226,8 +227,8 @@ def test_contexts_nest_and_each_adds_to_the_one_around_it(manager: OpManager) ->
             assert everywhere() == {"vendor.other"}
             with with_denied_vendors("other"):
                 assert everywhere() == {"default.flaggems"}
-                with with_strict_mode(), with_allowed_vendors("acme", "other") as policy:
-                    assert policy == SelectionPolicy(
+                with with_strict_mode(), with_allowed_vendors("acme", "other"):
+                    assert manager.policy_in_force == SelectionPolicy(
                         prefer="vendor",
                         strict=True,
                         allow_vendors=frozenset({"acme", "other"}),
@@ -243,10 +244,59 @@ def test_a_context_starts_from_the_configured_policy(
 ) -> None:
     monkeypatch.setenv("VLLM_FL_DENY_VENDORS", "acme")
     monkeypatch.setenv("VLLM_FL_PREFER", "vendor")
-    with with_denied_vendors("other") as policy:
-        assert policy.deny_vendors == {"acme", "other"}
-        assert policy.prefer == "vendor"
+    with with_denied_vendors("other"):
+        assert manager.policy_in_force.deny_vendors == {"acme", "other"}
+        assert manager.policy_in_force.prefer == "vendor"
         assert everywhere() == {"default.flaggems"}
+
+
+def test_a_helpers_change_is_applied_to_the_policy_of_whichever_manager_decides() -> None:
+    impls = [make_impl(f"vendor.{name}") for name in ("a", "b", "c")]
+    first = make_manager(*impls, deny_vendors=frozenset({"a"}))
+    second = make_manager(*impls, deny_vendors=frozenset({"b"}))
+    with with_denied_vendors("c"):
+        assert first.get_selected_impl_id("scale") == "vendor.b"
+        assert second.get_selected_impl_id("scale") == "vendor.a"
+        first.configure(Config(policy=SelectionPolicy(deny_vendors=frozenset({"b"}))))
+        assert first.get_selected_impl_id("scale") == "vendor.a"  # as it is where it acts
+
+
+def test_entering_a_helper_asks_nothing_of_the_default_manager(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setenv("VLLM_FL_PREFER", "cuda")  # it could not say anything but an error
+    manager = make_manager(make_impl("vendor.a"), make_impl("reference.torch"))
+    with with_preference("reference"):
+        assert manager.get_selected_impl_id("scale") == "reference.torch"
+
+
+def test_a_helper_inside_a_policy_context_changes_that_policy() -> None:
+    manager = make_manager(make_impl("vendor.a"), make_impl("vendor.b"), prefer="reference")
+    with policy_context(SelectionPolicy(deny_vendors=frozenset({"a"}))), with_strict_mode():
+        assert manager.policy_in_force == SelectionPolicy(
+            strict=True, deny_vendors=frozenset({"a"})
+        )
+
+
+def test_the_scope_of_one_place_can_be_entered_in_another() -> None:
+    manager = make_manager(make_impl("vendor.a"), make_impl("reference.torch"))
+    with with_preference("reference"):
+        scope = active_scope()
+    with with_strict_mode(), in_scope(scope):
+        assert manager.policy_in_force == SelectionPolicy(prefer="reference")
+    with with_preference("reference"), in_scope(None):
+        assert manager.get_selected_impl_id("scale") == "vendor.a"
+
+
+def test_many_contexts_do_not_grow_what_is_remembered() -> None:
+    names = [f"v{i}" for i in range(3 * SCOPES_KEPT)]
+    manager = make_manager(*(make_impl(f"vendor.{name}", returning(name)) for name in names))
+    for name in names:
+        with with_allowed_vendors(name):
+            assert manager.call("scale", 1) == name
+    assert len(manager._scoped) == len(manager._checked_policies) == SCOPES_KEPT
+    with with_allowed_vendors("v0"):  # forgotten, and worked out again
+        assert manager.call("scale", 1) == "v0"
 
 
 def test_a_plain_policy_context_replaces_the_configured_policy() -> None:

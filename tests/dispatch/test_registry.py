@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 
+from vllm_fl.backends import Backend
 from vllm_fl.dispatch import (
     DuplicateImplementationError,
     OpRegistry,
@@ -234,6 +235,50 @@ def test_vendors_are_known_when_declared_or_registered() -> None:
         registry.declare_vendor(VendorInfo("zeta", "cuda"))
 
 
+def test_a_vendors_device_type_is_that_of_its_declaration_else_of_its_backend() -> None:
+    class Chip(Backend):
+        device_types = ("acmepu", "cpu")
+
+        def scale(self, x, factor=2):
+            return x
+
+    registry = OpRegistry()
+    registry.declare_vendor(VendorInfo("zeta", "zetapu", "Zeta"))
+    registry.register_many(
+        [
+            make_impl("vendor.acme.plain"),
+            make_impl("vendor.acme", Chip().scale),
+            make_impl("vendor.zeta", Chip().scale),
+            make_impl("vendor.unsaid"),
+        ]
+    )
+    known = registry.snapshot().known_vendors()
+    assert {name: info.device_type for name, info in known.items()} == {
+        "zeta": "zetapu",
+        "acme": "acmepu",
+        "unsaid": "",
+    }
+
+
+@pytest.mark.parametrize("what", ["clear", "drop_discovered"])
+def test_a_plugin_that_registers_cannot_take_away_what_others_registered(what: str) -> None:
+    registry = OpRegistry()
+    registry.register_impl(make_impl("vendor.other"))
+    with (
+        pytest.raises(RegistrationError) as caught,
+        registry.batch(Origin("entry_point", "acme", "vllm-plugin-acme", "1.0")),
+    ):
+        getattr(registry, what)()
+    assert str(caught.value) == (
+        f"entry point 'acme', vllm-plugin-acme 1.0 called registry.{what}() while it registers; "
+        "that would remove what others registered. Take back what is its own with "
+        "registry.unregister(op_name, impl_id)."
+    )
+    assert [i.impl_id for i in registry.get_implementations("scale")] == ["vendor.other"]
+    registry.clear()  # outside of a plugin it is the caller's business
+    assert registry.get_implementations("scale") == ()
+
+
 # ------------------------------------------------------------------------------ removing
 
 
@@ -399,11 +444,12 @@ def test_a_batch_that_fails_takes_back_everything_it_did() -> None:
     assert registry.known_vendors() == ("old", "older")
 
 
-def test_a_batch_that_fails_takes_back_a_clear() -> None:
+def test_a_batch_that_fails_takes_back_every_removal() -> None:
     registry = OpRegistry()
     registry.register_many([make_impl("vendor.old"), make_impl("vendor.old", op_name="shift")])
     with pytest.raises(ZeroDivisionError), registry.batch(ACME):
-        registry.clear()
+        registry.unregister("scale", "vendor.old")
+        registry.unregister("shift", "vendor.old")
         registry.register_impl(make_impl("vendor.acme"))
         raise ZeroDivisionError
     assert ids(registry) == ids(registry, "shift") == ["vendor.old"]

@@ -4,6 +4,7 @@ import types
 
 import pytest
 
+from vllm_fl.dispatch.types import DeviceFacts, VendorInfo
 from vllm_fl.vllm_plugin.features import batch_invariant, platform_device, platform_has_kernels
 
 
@@ -45,6 +46,12 @@ def test_the_platform_of_this_vllm_is_the_cpu_and_brings_no_kernels_for_its_laye
 def test_the_device_follows_from_the_platform(platform, answers, vendor, device_type) -> None:
     platform(**answers)
     assert (platform_device().vendor, platform_device().device_type) == (vendor, device_type)
+
+
+def test_a_device_type_that_a_plugin_declares_is_that_vendors(platform) -> None:
+    platform(device_type="brandnew")
+    known = {"acme": VendorInfo("acme", "brandnew")}
+    assert platform_device(known) == DeviceFacts("acme", "brandnew")
 
 
 @pytest.mark.parametrize("answer", ["is_cuda_alike", "is_xpu"])

@@ -9,9 +9,10 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from .decision import Decision, annotate_guard
-from .errors import GuardRejected, NoImplementationError, add_note_once
+from .decision import Decision
+from .errors import GuardRejected, NoImplementationError
 from .log import logger
+from .notes import annotate, annotate_guard, describe_arguments
 from .types import OpImpl, OpSignature, Rejected, as_verdict
 
 __all__ = ["Binding", "annotate", "compose", "native_binding", "reachable"]
@@ -185,14 +186,14 @@ def _guarded(
                     )
         except Exception as error:
             if asking:
-                annotate_guard(error, impl)
+                annotate_guard(error, impl, args, kwargs)
             else:
                 annotate(error, op_name, impl.impl_id, args, kwargs)
             raise
         refusals += [f"{loser.impl_id}: {loser.reason}" for loser in binding.decision.rejected()]
         raise NoImplementationError(
             f"op '{op_name}': every implementation refuses this call "
-            f"({_shapes(args, kwargs)}): {'; '.join(refusals)}"
+            f"({describe_arguments(args, kwargs)}): {'; '.join(refusals)}"
         )
 
     dispatch.__name__ = dispatch.__qualname__ = op_name
@@ -204,39 +205,3 @@ def _note_rejection(binding: Binding, impl: OpImpl, answer: Rejected) -> None:
     if answer.reason not in reasons and len(reasons) < _REASONS_KEPT:
         reasons.append(answer.reason)
         logger.info("%s: %s refuses a call: %s", binding.op, impl.impl_id, answer.reason)
-
-
-def annotate(
-    error: BaseException,
-    op_name: str,
-    impl_id: str | None,
-    args: Sequence[Any],
-    kwargs: dict[str, Any],
-) -> None:
-    """Add op, implementation and argument shapes to an exception that passes by."""
-    add_note_once(
-        error,
-        f"raised by implementation '{impl_id}' of op '{op_name}', called with "
-        f"{_shapes(args, kwargs)}. No other implementation was tried, because the arguments "
-        "may already be overwritten. If this is a case that it does not handle, its "
-        "`supports` guard should refuse it.",
-    )
-
-
-def _shapes(args: Sequence[Any], kwargs: dict[str, Any]) -> str:
-    shown = [_shape(value) for value in args]
-    shown += [f"{name}={_shape(value)}" for name, value in kwargs.items()]
-    return ", ".join(shown) or "no arguments"
-
-
-def _shape(value: Any) -> str:
-    try:
-        shape = getattr(value, "shape", None)
-        if shape is None:
-            text = repr(value)
-            return text if len(text) <= 40 else f"{text[:37]}..."
-        dtype = str(getattr(value, "dtype", "")).removeprefix("torch.")
-        strides = f" strides {list(value.stride())}" if hasattr(value, "stride") else ""
-        return f"{dtype}{list(shape)}{strides}"
-    except Exception:  # a sparse tensor has no strides; the error that is being told matters more
-        return type(value).__name__

@@ -10,4 +10,5 @@ BUILTIN_MODULES: tuple[str, ...] = (
 """Modules with `register_builtins(registry)`, in the order in which they are run."""
 
 DEVICE_PROBE = "vllm_fl.backends.vendor.devices:detect"
-"""`detect(vendor: str | None) -> DeviceFacts`: the device of this process."""
+"""`detect(vendor: str | None, known: Mapping[str, VendorInfo]) -> DeviceFacts`: the device of this
+process."""

@@ -94,7 +94,7 @@ class Config:
         """Setting to value and source, defaults included, JSON-ready."""
         shown: dict[str, Any] = {}
         for setting in SETTINGS:
-            value = self.values.get(setting.name, setting.default or None)
+            value = self.values.get(setting.name, setting.default_value)
             source: Any = self.sources.get(setting.name, "default")
             if setting.name == "op_backends":
                 value = {op: list(tokens) for op, tokens in (value or {}).items()}
@@ -102,7 +102,7 @@ class Config:
                     op: self.sources.get(f"per_op_order.{op}", "default") for op in value
                 } or "default"
             elif isinstance(value, (tuple, frozenset)):
-                value = sorted(value)
+                value = list(value)
             shown[setting.name] = {"value": value, "source": source}
         return shown
 
@@ -114,8 +114,7 @@ class Config:
             notes: sentences to append, e.g. that a plugin failed to load.
         """
         ops = {*snapshot.declarations, *snapshot.impls_by_op}
-        registered = {i.vendor for impls in snapshot.impls_by_op.values() for i in impls}
-        vendors = {*snapshot.vendors, *(v for v in registered if v)}
+        vendors = snapshot.known_vendors()
         more = "".join(f" {note}" for note in notes)
         for key, tokens in self.policy.per_op_order:
             source = self.sources.get(f"per_op_order.{key}", "the policy")
@@ -280,20 +279,15 @@ def _from_file(path: Path, who: str, label: str | None = None) -> _Given:
                 f"found {typed(loader.construct_object(root, deep=True))}"
             )
         values, places, inner = {}, {}, {}
+        _refuse_duplicates(root, named, (), set())
         for key_node, value_node in root.value:
-            key = str(loader.construct_object(key_node, deep=True))
-            place = f"{named}:{key_node.start_mark.line + 1}"
-            if key in values:
-                raise ConfigError(f'{place}: the key "{key}" is given twice')
+            key = str(key_node.value)
+            places[key] = f"{named}:{key_node.start_mark.line + 1}"
             values[key] = loader.construct_object(value_node, deep=True)
-            places[key] = place
             if isinstance(value_node, yaml.MappingNode):
                 for inner_node, _ in value_node.value:
-                    name = str(loader.construct_object(inner_node, deep=True))
                     where = f"{named}:{inner_node.start_mark.line + 1}"
-                    if (key, name) in inner:
-                        raise ConfigError(f'{where}: "{name}" is given twice in {key}')
-                    inner[key, name] = where
+                    inner[key, str(inner_node.value)] = where
     except ConfigError:
         raise
     except yaml.YAMLError as error:
@@ -306,6 +300,28 @@ def _from_file(path: Path, who: str, label: str | None = None) -> _Given:
             f"{named}: a value cannot be read ({type(error).__name__}: {error})"
         ) from None
     return _check_keys(values, places, inner)
+
+
+def _refuse_duplicates(node: Any, named: str, inside: tuple[str, ...], seen: set[int]) -> None:
+    """Refuse a mapping of a YAML file, at any depth, that gives a key twice: YAML would take the
+    last one and say nothing."""
+    if id(node) in seen:  # an alias, which may even hold itself
+        return
+    seen.add(id(node))
+    lines: dict[str, int] = {}
+    for child in node.value if isinstance(node.value, list) else ():
+        if not isinstance(child, tuple):
+            _refuse_duplicates(child, named, inside, seen)
+            continue
+        key_node, value_node = child
+        key, line = str(key_node.value), key_node.start_mark.line + 1
+        if key in lines:
+            where = f" in {'.'.join(inside)}" if inside else ""
+            raise ConfigError(
+                f'{named}:{line}: the key "{key}" is given twice{where}; first in line {lines[key]}'
+            )
+        lines[key] = line
+        _refuse_duplicates(value_node, named, (*inside, key), seen)
 
 
 def _check_keys(
@@ -327,6 +343,11 @@ def _check_keys(
                 where = inner.get((key, str(op_name)), place)
                 try:
                     for order_key, tokens in split_by_mode({op_name: order}):
+                        if order_key in values[key]:
+                            first = kept[f"per_op_order.{order_key}"]
+                            raise ConfigError(
+                                f'the order of "{order_key}" is given twice; first at {first}'
+                            )
                         values[key][order_key] = read_tokens(tokens)
                         kept[f"per_op_order.{order_key}"] = where
                 except ConfigError as error:

@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from .errors import add_note_once
+from .notes import annotate_facts, annotate_guard
 from .policy import NATIVE, SelectionPolicy, token_matches
 from .types import (
     BackendImplKind,
@@ -24,7 +24,6 @@ __all__ = [
     "Call",
     "Decision",
     "Loser",
-    "annotate_guard",
     "decide",
     "order_candidates",
 ]
@@ -225,7 +224,11 @@ def decide(
         if signature is None or signature.facts is None:
             facts = {}  # the op has none
         elif call is not None:
-            facts = signature.facts_of(*call.args, **call.kwargs)
+            try:
+                facts = signature.facts_of(*call.args, **call.kwargs)
+            except Exception as error:
+                annotate_facts(error, op_name, call.args, call.kwargs)
+                raise
     ordered, left_out = order_candidates(op_name, impls, policy, device, mode)
     if mode == "compiled" and layer and not dispatch_compiled and NATIVE not in ordered:
         # After what the order names: what nobody asked for is left to the compiler.
@@ -320,32 +323,27 @@ def _as_refusal(verdict: Verdict) -> Rejected | None:
 def _guard_refusal(
     impl: OpImpl, facts: Mapping[str, Any] | None, call: Call | None
 ) -> Rejected | None:
-    try:
-        if facts is not None and impl.supports_layer is not None:
+    if facts is not None and impl.supports_layer is not None:
+        try:
             verdict = as_verdict(
                 impl.supports_layer(facts), default_reason="its layer guard says no"
             )
-            if isinstance(verdict, Rejected):
-                return Rejected(verdict.reason, "layer_guard")
-        if call is not None and impl.supports is not None:
+        except Exception as error:
+            annotate_guard(error, impl, kwargs=facts)
+            raise
+        if isinstance(verdict, Rejected):
+            return Rejected(verdict.reason, "layer_guard")
+    if call is not None and impl.supports is not None:
+        try:
             verdict = as_verdict(
                 impl.supports(*call.args, **call.kwargs), default_reason="its call guard says no"
             )
-            if isinstance(verdict, Rejected):
-                return Rejected(verdict.reason, "call_guard")
-    except Exception as error:
-        annotate_guard(error, impl)
-        raise
+        except Exception as error:
+            annotate_guard(error, impl, call.args, call.kwargs)
+            raise
+        if isinstance(verdict, Rejected):
+            return Rejected(verdict.reason, "call_guard")
     return None
-
-
-def annotate_guard(error: BaseException, impl: OpImpl) -> None:
-    """Add to an exception that it came from a guard, and whose."""
-    add_note_once(
-        error,
-        f"raised by a guard of implementation '{impl.impl_id}' of op '{impl.op_name}'. A guard "
-        "reads metadata only, and returns True or a reason.",
-    )
 
 
 def _loser(impl: OpImpl, refusal: Rejected) -> Loser:

@@ -7,10 +7,10 @@ import threading
 from collections.abc import Callable
 from typing import Any
 
-from .binding import annotate
 from .decision import Decision
 from .fork import reset_in_child
 from .manager import OpManager
+from .notes import annotate
 
 __all__ = ["call_op", "explain_op", "get_default_manager", "reset_default_manager", "resolve_op"]
 

@@ -3,11 +3,12 @@
 
 from __future__ import annotations
 
+import functools
 import importlib
 import time
 import traceback
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 from .. import __version__
@@ -77,13 +78,19 @@ class _Plugin:
 
 
 def discover(
-    registry: OpRegistry, plugin_modules: Iterable[str] = (), *, strict: bool = False
+    registry: OpRegistry,
+    plugin_modules: Iterable[str] = (),
+    *,
+    strict: bool = False,
+    watch: Callable[[Origin], str | None] = lambda origin: None,
 ) -> tuple[PluginRecord, ...]:
     """Run every plugin against the registry, in order, each all or nothing.
 
     Args:
         plugin_modules: the modules of VLLM_FL_PLUGIN_MODULES.
         strict: raise on the first failure, and refuse implementations of undeclared ops.
+        watch: is told of each plugin before it is loaded; a text that it returns is the reason
+            for leaving the plugin out.
 
     Raises:
         PluginError: under strict, from the plugin's own exception.
@@ -91,6 +98,9 @@ def discover(
     records: list[PluginRecord] = []
     seen: list[Callable[[OpRegistry], Any]] = []
     for plugin in _plugins(plugin_modules):
+        refusal = watch(plugin.origin)
+        if refusal is not None:
+            plugin = replace(plugin, load=functools.partial(_refuse, refusal))
         records.append(_run(registry, plugin, seen, strict=strict))
     return tuple(records)
 
@@ -117,6 +127,10 @@ def _distribution_of(entry: EntryPoint) -> tuple[str, str]:
         return metadata["Name"] or "", metadata["Version"] or ""
     except Exception:  # what a damaged installation raises differs between Python versions
         return "", ""
+
+
+def _refuse(reason: str) -> Any:
+    raise RegistrationError(reason)
 
 
 def _importer(module: str) -> Callable[[], Any]:

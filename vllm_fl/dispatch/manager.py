@@ -8,15 +8,13 @@ import logging
 import os
 import threading
 from collections.abc import Callable, Mapping
-from dataclasses import replace
 from typing import Any
 
-from .. import __version__
 from .availability import Availability
-from .binding import Binding, annotate, compose, native_binding, reachable
+from .binding import Binding, compose, native_binding, reachable
 from .builtin_ops import DEVICE_PROBE
 from .config import Config, load_config, shipped_policy, sources_in_context
-from .decision import Call, Decision, Loser, decide, order_candidates
+from .decision import Call, Decision, decide
 from .discovery import PluginRecord, discover
 from .errors import (
     DispatchFrozen,
@@ -26,17 +24,20 @@ from .errors import (
     did_you_mean,
 )
 from .fork import renew_all, reset_in_child
+from .freezing import LATE, frozen_text, order_text, with_late_ones
 from .log import configure_logging, logger
-from .policy import MODES, NATIVE, SelectionPolicy, active_policy
+from .memory import remember
+from .notes import annotate
+from .policy import PolicyScope, SelectionPolicy, active_scope
 from .registry import OpRegistry, OpRegistrySnapshot
-from .types import DeviceFacts, OpImpl, Verdict
+from .summary import hello
+from .types import DeviceFacts, OpImpl, VendorInfo, Verdict
 
 __all__ = [
     "OpManager",
 ]
 
 _Table = dict[str, Binding]
-_LATE = "registered after the freeze; not used until thaw"
 
 
 class OpManager:
@@ -75,14 +76,14 @@ class OpManager:
         self._known = Availability()
         self._bound: dict[str, set[str]] = {}
         self._frozen: OpRegistrySnapshot | None = None
-        self._checked_policies: set[SelectionPolicy] = set()
+        self._checked_policies: dict[SelectionPolicy, bool] = {}
         self._invalidate()
 
     def _invalidate(self) -> None:
         # No lock: the registry calls this under its own. A resolve in progress took the old
         # table before it read the registry, so what it stores there is never looked at.
         self._table: _Table = {}
-        self._scoped: dict[SelectionPolicy, _Table] = {}
+        self._scoped: dict[PolicyScope, _Table] = {}
 
     def _after_fork_in_child(self) -> None:
         self._start_over()
@@ -118,16 +119,35 @@ class OpManager:
 
     @property
     def policy_in_force(self) -> SelectionPolicy:
-        """The innermost policy context's policy, or the base policy."""
-        return active_policy() or self.base_policy
+        """The base policy, as the policy contexts around the caller change it."""
+        scope = active_scope()
+        return self.base_policy if scope is None else scope.applied_to(self.base_policy)
 
     @property
     def device(self) -> DeviceFacts:
         """The device that decisions are made for."""
         if self._device is None:
-            module, _, probe = DEVICE_PROBE.partition(":")
-            self._device = getattr(importlib.import_module(module), probe)(self.config.platform)
+            module, _, name = DEVICE_PROBE.partition(":")
+            probe = getattr(importlib.import_module(module), name)
+            vendor = self.config.platform
+            self._device = probe(vendor, {} if vendor is None else self.known_vendors())
         return self._device
+
+    def known_vendors(self) -> Mapping[str, VendorInfo]:
+        """Every vendor by name: the device table's, and those that plugins brought. Discovery
+        runs for it, and nothing else: no device is looked for and no policy is checked."""
+        self._renew_if_forked()
+        with self._lock:
+            if self._registry.plugins is None and not self._initializing:
+                self._initializing = True
+                try:
+                    self._discover(self.config)
+                except BaseException:
+                    self._registry.drop_discovered()
+                    raise
+                finally:
+                    self._initializing = False
+        return self._registry.snapshot().known_vendors()
 
     def get_discovered_plugins(self) -> tuple[PluginRecord, ...]:
         """What discovery ran, with versions, durations and errors."""
@@ -150,8 +170,7 @@ class OpManager:
         """
         if self._ready and self._pid == os.getpid():
             return
-        if self._pid != os.getpid():
-            renew_all()  # forked behind Python's back
+        self._renew_if_forked()
         with self._lock:
             if self._ready or self._initializing:  # the latter: a plugin that resolves
                 return
@@ -160,11 +179,7 @@ class OpManager:
                 config = self.config
                 configure_logging(config.log_level)
                 try:
-                    if self._registry.plugins is None:  # else another manager's discovery ran
-                        self._registry.plugins = discover(
-                            self._registry, config.plugin_modules, strict=config.policy.strict
-                        )
-                    self._plugins = self._registry.plugins
+                    self._discover(config)
                     device = self.device  # a wrong VLLM_FL_PLATFORM is found here
                     if self._own_config:
                         self._config = config = self.read_config()
@@ -180,29 +195,28 @@ class OpManager:
                 self._initializing = False
         self._say_hello(device)
 
+    def _renew_if_forked(self) -> None:
+        if self._pid != os.getpid():
+            renew_all()  # forked behind Python's back
+
+    def _discover(self, config: Config) -> None:
+        if self._registry.plugins is None:  # else another manager's discovery ran
+            self._registry.plugins = discover(
+                self._registry, config.plugin_modules, strict=config.policy.strict
+            )
+        self._plugins = self._registry.plugins
+
     def _plugin_notes(self) -> list[str]:
         return [f"Note: {p.name} failed ({p.error})." for p in self._plugins if not p.ok]
 
     def _say_hello(self, device: DeviceFacts) -> None:
-        if not logger.isEnabledFor(logging.INFO):
-            return
-        served, names = dict[str, int](), self._registry.list_operators()
-        for op_name in names:  # purely: neither a policy context nor strict mode has a say here
-            try:
-                winner = self._decide_purely(op_name, self.base_policy).winner_id or "nothing"
-            except Exception:  # told, with its traceback, to whoever binds the op
-                winner = "a guard that raises"
-            served[winner] = served.get(winner, 0) + 1
-        by_backend = ", ".join(f"{name} {count}" for name, count in sorted(served.items()))
-        failed = [f"{p.name} ({p.error})" for p in self._plugins if not p.ok]
-        logger.info(
-            "%s on %s: %d ops, served by %s; %s",
-            __version__,
-            device.device_class,
-            len(names),
-            by_backend or "nothing",
-            f"FAILED plugins: {'; '.join(failed)}" if failed else "no plugin failed",
-        )
+        if logger.isEnabledFor(logging.INFO):
+            # Purely: neither a policy context nor strict mode has a say here.
+            def winner_of(op_name: str) -> str:
+                return self._decide_purely(op_name, self.base_policy).winner_id or "nothing"
+
+            names = self._registry.list_operators()
+            logger.info("%s", hello(device, names, winner_of, self._plugins))
 
     def configure(self, config: Config) -> None:
         """Replace the configuration.
@@ -228,7 +242,7 @@ class OpManager:
         """State the device, where the caller knows it better than detection does."""
         with self._lock:
             if self._frozen is not None and device != self._device:
-                raise DispatchFrozen(_frozen_text(f"the device would become {device}"))
+                raise DispatchFrozen(frozen_text(f"the device would become {device}"))
             another = device != self._device
             self._given_device = self._device = device
             if another and self._own_config and self._ready:
@@ -284,7 +298,9 @@ class OpManager:
             batch_invariant=batch_invariant,
             sources=sources,
         )
-        return self._with_late_ones(decision, impls)
+        if self._frozen is None:
+            return decision
+        return with_late_ones(decision, impls, self._registry.get_implementations(op_name))
 
     def explain(self, op_name: str, /, *args: Any, **kwargs: Any) -> Decision:
         """What would run for these arguments, or in general without any, and why."""
@@ -379,29 +395,29 @@ class OpManager:
             raise
 
     def _binding(self, op_name: str) -> Binding:
-        policy = active_policy()
-        table = self._table if policy is None else self._scoped.get(policy, {})
+        scope = active_scope()
+        table = self._table if scope is None else self._scoped.get(scope, {})
         return table.get(op_name) or self._resolved(op_name)
 
     def _resolved(self, op_name: str) -> Binding:
         self.ensure_initialized()
-        policy = active_policy()
-        table = self._table if policy is None else self._scoped.setdefault(policy, {})
+        scope = active_scope()
+        table = self._table if scope is None else remember(self._scoped, scope, {})
         binding = table.get(op_name)
         if binding is None:
             binding = table[op_name] = self.bind_op(op_name)
         return binding
 
     def _policy_in_force(self) -> tuple[SelectionPolicy, Mapping[str, str]]:
-        policy = active_policy()
-        if policy is None:
-            return self.base_policy, self.config.sources
+        policy = self.policy_in_force
+        if active_scope() is None:
+            return policy, self.config.sources
         sources = sources_in_context(policy, self.config)
         if policy not in self._checked_policies:
             Config(policy=policy, sources=sources).check_against(
                 self._registry.snapshot(), self._plugin_notes()
             )
-            self._checked_policies.add(policy)
+            remember(self._checked_policies, policy, True)
         return policy, sources
 
     def _availability_on(self, impl: OpImpl, device: DeviceFacts) -> Verdict:
@@ -409,22 +425,9 @@ class OpManager:
             return impl.availability(device)
         return self._known.on(impl, device)
 
-    def _with_late_ones(self, decision: Decision, seen: tuple[OpImpl, ...]) -> Decision:
-        if self._frozen is None:
-            return decision
-        ids = {impl.impl_id for impl in seen}
-        late = tuple(
-            Loser(impl.impl_id, "late", _LATE)
-            for impl in self._registry.get_implementations(decision.op)
-            if impl.impl_id not in ids
-        )
-        return replace(decision, losers=decision.losers + late) if late else decision
-
     def _unknown_text(self, op_name: str, snapshot: OpRegistrySnapshot) -> str:
         late = self._frozen is not None and op_name in self._registry.list_operators()
-        return snapshot.unknown_text(
-            op_name, [f"It was {_LATE}."] if late else self._plugin_notes()
-        )
+        return snapshot.unknown_text(op_name, [f"It was {LATE}."] if late else self._plugin_notes())
 
     # ---------------------------------------------------------------- freeze and thaw
 
@@ -446,7 +449,7 @@ class OpManager:
     def _before_removal(self, op_name: str, impl_id: str) -> None:
         if self._frozen is not None and impl_id in self._bound.get(op_name, ()):
             raise DispatchFrozen(
-                _frozen_text(f"implementation '{impl_id}' of op '{op_name}' would be removed")
+                frozen_text(f"implementation '{impl_id}' of op '{op_name}' would be removed")
             )
 
     def _refuse_other_orders(self, policy: SelectionPolicy) -> None:
@@ -455,19 +458,12 @@ class OpManager:
             before, after = (self._order_under(p, op_name) for p in (self.base_policy, policy))
             if before != after:
                 raise DispatchFrozen(
-                    _frozen_text(f"the order of op '{op_name}' would go from {before} to {after}")
+                    frozen_text(f"the order of op '{op_name}' would go from {before} to {after}")
                 )
 
     def _order_under(self, policy: SelectionPolicy, op_name: str) -> str:
-        """Who can run, in order, with "native" where a layer could choose it."""
-        impls = self._impls_in_force(op_name)
         usable = {impl.impl_id for impl in self._decide_purely(op_name, policy).candidates}
-        orders = []
-        for mode in MODES:
-            ordered, _ = order_candidates(op_name, impls, policy, self.device, mode)
-            names = [c if isinstance(c, str) else c.impl_id for c in ordered]
-            orders.append(", ".join(n for n in names if n == NATIVE or n in usable) or "nothing")
-        return orders[0] if orders[0] == orders[1] else f"{orders[0]} (compiled: {orders[1]})"
+        return order_text(op_name, self._impls_in_force(op_name), policy, self.device, usable)
 
     def _decide_purely(self, op_name: str, policy: SelectionPolicy) -> Decision:
         device = self.device
@@ -491,10 +487,3 @@ class OpManager:
         self.ensure_initialized()
         snapshot = self._frozen or self._registry.snapshot()
         return fingerprint(snapshot, self._policy_in_force()[0], self.device, extra=extra)
-
-
-def _frozen_text(what: str) -> str:
-    return (
-        f"{what}, but a loaded model relies on the present choice. Call thaw() on the manager "
-        "first and build the model anew afterwards."
-    )

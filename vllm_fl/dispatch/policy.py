@@ -7,6 +7,7 @@ import contextlib
 import contextvars
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
+from typing import Any
 
 from .errors import ConfigError, did_you_mean
 from .types import BackendImplKind, OpImpl
@@ -14,11 +15,13 @@ from .types import BackendImplKind, OpImpl
 __all__ = [
     "MODES",
     "NATIVE",
+    "PolicyScope",
     "SelectionPolicy",
-    "active_policy",
+    "active_scope",
     "check_kind",
     "check_order_key",
     "check_token",
+    "in_scope",
     "policy_context",
     "token_matches",
     "with_allowed_vendors",
@@ -159,14 +162,55 @@ def _freeze_names(field: str, value: object) -> frozenset[str]:
     return names
 
 
-_active: contextvars.ContextVar[SelectionPolicy | None] = contextvars.ContextVar(
+@dataclass(frozen=True, slots=True)
+class PolicyScope:
+    """What the policy contexts around some code say, as one change.
+
+    It is applied to the policy of whichever manager decides, at the moment when it decides.
+
+    Attributes:
+        policy: the policy of the innermost `policy_context`; None: the manager's own.
+        changes: what the helpers inside of it change: field to value, in the order of names.
+    """
+
+    policy: SelectionPolicy | None = None
+    changes: tuple[tuple[str, Any], ...] = ()
+
+    def applied_to(self, base: SelectionPolicy) -> SelectionPolicy:
+        """The policy in force where `base` is the manager's own."""
+        policy = base if self.policy is None else self.policy
+        changes = dict(self.changes)
+        if "deny_vendors" in changes:
+            changes["deny_vendors"] |= policy.deny_vendors
+        return replace(policy, **changes)
+
+    def with_change(self, name: str, value: Any) -> PolicyScope:
+        """This scope with one more change."""
+        changes = dict(self.changes)
+        if name == "deny_vendors":  # denials add up, whoever says them
+            value = value | changes.get(name, frozenset())
+        changes[name] = value
+        return replace(self, changes=tuple(sorted(changes.items())))
+
+
+_active: contextvars.ContextVar[PolicyScope | None] = contextvars.ContextVar(
     "vllm_fl_policy", default=None
 )
 
 
-def active_policy() -> SelectionPolicy | None:
-    """The policy of the innermost context of this thread or task; None outside of any."""
+def active_scope() -> PolicyScope | None:
+    """What the contexts of this thread or task say; None outside of any."""
     return _active.get()
+
+
+@contextlib.contextmanager
+def in_scope(scope: PolicyScope | None) -> Iterator[None]:
+    """Enter the contexts that were active elsewhere, in place of those active here."""
+    token = _active.set(scope)
+    try:
+        yield
+    finally:
+        _active.reset(token)
 
 
 @contextlib.contextmanager
@@ -177,47 +221,37 @@ def policy_context(policy: SelectionPolicy) -> Iterator[SelectionPolicy]:
         raise ConfigError(
             f"policy_context() takes a SelectionPolicy, found {type(policy).__name__}"
         )
-    token = _active.set(policy)
-    try:
+    with in_scope(PolicyScope(policy)):
         yield policy
-    finally:
-        _active.reset(token)
 
 
-def _current() -> SelectionPolicy:
-    policy = _active.get()
-    if policy is not None:
-        return policy
-    from .default import get_default_manager  # the base policy lives there
-
-    return get_default_manager().base_policy
+def _change(name: str, value: Any) -> contextlib.AbstractContextManager[None]:
+    return in_scope((_active.get() or PolicyScope()).with_change(name, value))
 
 
 @contextlib.contextmanager
-def with_preference(prefer: str | BackendImplKind) -> Iterator[SelectionPolicy]:
-    """The current policy, with this kind first."""
-    with policy_context(replace(_current(), prefer=check_kind(prefer))) as policy:
-        yield policy
+def with_preference(prefer: str | BackendImplKind) -> Iterator[None]:
+    """The policy in force, with this kind first."""
+    with _change("prefer", check_kind(prefer)):
+        yield
 
 
 @contextlib.contextmanager
-def with_strict_mode() -> Iterator[SelectionPolicy]:
-    """The current policy, strict."""
-    with policy_context(replace(_current(), strict=True)) as policy:
-        yield policy
+def with_strict_mode() -> Iterator[None]:
+    """The policy in force, strict."""
+    with _change("strict", True):
+        yield
 
 
 @contextlib.contextmanager
-def with_allowed_vendors(*vendors: str) -> Iterator[SelectionPolicy]:
-    """The current policy, with these vendors' implementations only."""
-    with policy_context(replace(_current(), allow_vendors=frozenset(vendors))) as policy:
-        yield policy
+def with_allowed_vendors(*vendors: str) -> Iterator[None]:
+    """The policy in force, with these vendors' implementations only."""
+    with _change("allow_vendors", _freeze_names("with_allowed_vendors", vendors)):
+        yield
 
 
 @contextlib.contextmanager
-def with_denied_vendors(*vendors: str) -> Iterator[SelectionPolicy]:
-    """The current policy, without these vendors' implementations."""
-    current = _current()
-    denied = current.deny_vendors | frozenset(vendors)
-    with policy_context(replace(current, deny_vendors=denied)) as policy:
-        yield policy
+def with_denied_vendors(*vendors: str) -> Iterator[None]:
+    """The policy in force, without these vendors' implementations."""
+    with _change("deny_vendors", _freeze_names("with_denied_vendors", vendors)):
+        yield

@@ -49,6 +49,20 @@ class OpRegistrySnapshot:
     vendors: Mapping[str, VendorInfo]
     generation: int
 
+    def known_vendors(self) -> dict[str, VendorInfo]:
+        """Every vendor by name: those that were declared, among them the device table's, and
+        those that registered implementations, with the device type that their backend names."""
+        known = dict(self.vendors)
+        for impl in (impl for impls in self.impls_by_op.values() for impl in impls):
+            if impl.vendor is None or impl.vendor in self.vendors:
+                continue
+            types = getattr(impl.backend, "device_types", None) or ("",)
+            if impl.vendor not in known or not known[impl.vendor].device_type:
+                known[impl.vendor] = VendorInfo(
+                    impl.vendor, types[0], f"registered by {impl.origin}"
+                )
+        return known
+
     def undeclared(self) -> dict[str, str | None]:
         """Ops with implementations but no declaration, each with the closest declared name."""
         return {
@@ -167,12 +181,8 @@ class OpRegistry:
         return self._state.declarations.get(op_name)
 
     def known_vendors(self) -> tuple[str, ...]:
-        """Vendors declared or registered, sorted."""
-        state = self._state
-        registered = {
-            impl.vendor for impls in state.impls.values() for impl in impls.values() if impl.vendor
-        }
-        return tuple(sorted(registered | set(state.vendors)))
+        """Names of the vendors declared or registered, sorted."""
+        return tuple(sorted(self.snapshot().known_vendors()))
 
     # ------------------------------------------------------------- implementations
 
@@ -253,17 +263,22 @@ class OpRegistry:
 
         Raises:
             DispatchFrozen: a loaded model relies on one of them.
+            RegistrationError: a plugin that is registering called it.
         """
+        self._refuse_in_a_batch("clear()")
         with self._lock:
             removed = [i for table in self._state.impls.values() for i in table.values()]
             for impl in removed:
                 self._ask_before_removal(impl.op_name, impl.impl_id)
             self._swap(replace(self._state, impls={}))
-            for impl in removed:
-                self._record("remove", impl.op_name, impl.impl_id, impl)
 
     def drop_discovered(self) -> None:
-        """Remove what plugins and built-ins registered; keep declarations and manual ones."""
+        """Remove what plugins and built-ins registered; keep declarations and manual ones.
+
+        Raises:
+            RegistrationError: a plugin that is registering called it.
+        """
+        self._refuse_in_a_batch("drop_discovered()")
         with self._lock:
             self.plugins = None
             kept = {
@@ -332,6 +347,15 @@ class OpRegistry:
             listener = reference()
             if listener is not None:
                 listener()
+
+    def _refuse_in_a_batch(self, what: str) -> None:
+        batch: _Batch | None = getattr(self._local, "batch", None)
+        if batch is not None:
+            raise RegistrationError(
+                f"{batch.origin} called registry.{what} while it registers; that would remove what "
+                "others registered. Take back what is its own with "
+                "registry.unregister(op_name, impl_id)."
+            )
 
     def _remove(self, op_name: str, impl_id: str) -> None:
         tables = {op: dict(table) for op, table in self._state.impls.items()}

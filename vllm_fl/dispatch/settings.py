@@ -54,6 +54,11 @@ class Setting:
     default: str = ""
     variable: str = ""
 
+    @property
+    def default_value(self) -> Any:
+        """The default as a value; None where there is none."""
+        return self.from_text(self.default) if self.default else None
+
 
 def _bool_text(text: str) -> bool:
     folded = text.strip().lower()
@@ -108,7 +113,12 @@ def _orders_text(text: str) -> dict[str, tuple[str, ...]]:
 def _orders_data(value: Any) -> dict[str, tuple[str, ...]]:
     if not isinstance(value, Mapping):
         raise ConfigError(f"must map op names to lists of order tokens, found {typed(value)}")
-    return {key: read_tokens(tokens) for key, tokens in split_by_mode(value)}
+    orders: dict[str, tuple[str, ...]] = {}
+    for key, tokens in split_by_mode(value):
+        if key in orders:
+            raise ConfigError(f'the order of "{key}" is given twice')
+        orders[key] = read_tokens(tokens)
+    return orders
 
 
 def split_by_mode(orders: Mapping[Any, Any]) -> Iterator[tuple[str, Any]]:

@@ -29,6 +29,7 @@ __all__ = [
     "VendorInfo",
     "Verdict",
     "as_verdict",
+    "is_installed",
 ]
 
 API_VERSION = 1
@@ -323,13 +324,13 @@ def _device_verdict(backend: BackendLike, device: DeviceFacts) -> Rejected | Non
 
 
 def _requires_verdict(backend: BackendLike, assumed: tuple[str, ...]) -> Rejected | None:
-    missing = [m for m in backend.requires if m not in assumed and not _installed(m)]
+    missing = [m for m in backend.requires if m not in assumed and not is_installed(m)]
     if not missing:
         return None
     return Rejected(f"requires {', '.join(missing)}, not installed", "requires")
 
 
-def _installed(module: str) -> bool:
+def is_installed(module: str) -> bool:
     """Whether a top-level module can be found, without importing it."""
     try:
         return importlib.util.find_spec(module) is not None

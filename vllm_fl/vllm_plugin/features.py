@@ -3,14 +3,21 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from types import MappingProxyType
+
 from ..backends.vendor.devices import VENDORS, detect, facts_of
-from ..dispatch.types import DeviceFacts
+from ..dispatch.types import DeviceFacts, VendorInfo
 
 __all__ = ["batch_invariant", "platform_device", "platform_has_kernels"]
 
 
-def platform_device() -> DeviceFacts:
-    """The device facts of the platform that vLLM chose, without touching the device."""
+def platform_device(known: Mapping[str, VendorInfo] = MappingProxyType({})) -> DeviceFacts:
+    """The device facts of the platform that vLLM chose, without touching the device.
+
+    Args:
+        known: vendors beside those of the device table, e.g. those that plugins brought.
+    """
     from vllm.platforms import current_platform
 
     if current_platform.is_cpu():
@@ -25,7 +32,8 @@ def platform_device() -> DeviceFacts:
     found = detect(None)
     if found.device_type == device_type:
         return found
-    vendors = [info.name for info in VENDORS if info.device_type == device_type]
+    table = {info.name: info for info in VENDORS} | dict(known)
+    vendors = [info.name for info in table.values() if info.device_type == device_type]
     name = vendors[0] if len(vendors) == 1 else device_type
     return DeviceFacts(name, device_type)
 

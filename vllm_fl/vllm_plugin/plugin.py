@@ -8,6 +8,7 @@ from collections.abc import Callable
 from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
+from ..backends.vendor.devices import observed
 from ..dispatch.config import ADDITIONAL_CONFIG, Config, check_names, variable_names
 from ..dispatch.default import get_default_manager
 from . import hooks
@@ -35,7 +36,7 @@ def register() -> None:
 
     check_layer_names(manager.config)
     if manager.config.platform is None and not manager.frozen:
-        manager.set_device(platform_device())
+        manager.set_device(platform_device(manager.known_vendors()))
     manager.ensure_initialized()
     _await_layers()
     hooks.when_imported("vllm.v1.worker.worker_base", _hook_worker)
@@ -155,6 +156,8 @@ def _around_init_device(original: Any) -> Callable[..., Any]:
     def init_device(self: Any, *args: Any, **kwargs: Any) -> Any:
         _prepare(self.vllm_config)
         result = original(self, *args, **kwargs)
+        manager = get_default_manager()
+        manager.set_device(observed(manager.device))  # it is initialised now
         self.worker.load_model = _freezing(self.worker.load_model)
         return result
 

@@ -21,7 +21,7 @@ from ...dispatch.binding import Binding, annotate
 from ...dispatch.default import get_default_manager
 from ...dispatch.errors import NoImplementationError
 from ...dispatch.log import logger
-from ...dispatch.policy import active_policy, policy_context
+from ...dispatch.policy import active_scope, in_scope
 from ...dispatch.types import BackendImplKind, OpImpl
 from ...ops.library import Entry
 from ..compile import EAGER, explicitly_off, fused_by_vllm, layer_mode, opaque
@@ -169,7 +169,7 @@ class BoundLayer:
         self.facts = facts
         self.asked = asked
         self.native = native
-        self.policy = active_policy()
+        self.scope = active_scope()
         self.record: ServedLayer
 
     def take(self, record: ServedLayer) -> None:
@@ -186,7 +186,7 @@ class BoundLayer:
             return copied
         native = copy.deepcopy(self.native, memo)
         bound = BoundLayer(layer, self.spec, self.facts, self.asked, native)
-        bound.policy = self.policy
+        bound.scope = self.scope
         ops = tuple(replace(op, calls=op.entry.calls if op.entry else {}) for op in self.record.ops)
         bound.take(_record(layer, self.record.mode, ops))
         return bound
@@ -259,8 +259,7 @@ def settle() -> None:
         if facts == bound.facts:
             continue
         bound.facts = facts
-        policy = bound.policy
-        with policy_context(policy) if policy is not None else contextlib.nullcontext():
+        with in_scope(bound.scope):
             record.ops = tuple(
                 _bind(op_name, of_op, bound.asked, None) for op_name, of_op in facts.items()
             )
