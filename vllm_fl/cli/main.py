@@ -7,17 +7,21 @@ Exit codes: 0 fine, 1 found a problem, 2 wrong usage. Answers go to stdout, all 
 from __future__ import annotations
 
 import argparse
+import contextlib
 import sys
 from collections.abc import Sequence
 
 from .. import __version__
 from ..dispatch.errors import DispatchError
-from . import demo
+from . import config, demo, doctor, explain, snapshot
+from . import list as list_command
 from .demo_model import DemoModelError
+from .errors import CommandError, UsageError
+from .output import open_standard_streams
 
 __all__ = ["main"]
 
-COMMANDS = (demo,)
+COMMANDS = (demo, list_command, explain, config, doctor, snapshot)
 
 
 def build_parser() -> argparse.ArgumentParser:
@@ -34,12 +38,21 @@ def build_parser() -> argparse.ArgumentParser:
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run one command and return its exit code."""
+    if not open_standard_streams():
+        print("vllm-fl: stdout is closed, so the answer has nowhere to go", file=sys.stderr)
+        return 1
     arguments = build_parser().parse_args(argv)
     try:
         return int(arguments.run(arguments))
-    except (DispatchError, DemoModelError) as error:
+    except (DispatchError, DemoModelError, CommandError) as error:
         print(f"vllm-fl {arguments.command}: {error}", file=sys.stderr)
+        return 2 if isinstance(error, UsageError) else 1
+    except BrokenPipeError:  # whoever read the answer has had enough of it
         return 1
+    except KeyboardInterrupt:
+        with contextlib.suppress(OSError):
+            print(f"vllm-fl {arguments.command}: interrupted", file=sys.stderr)
+        return 130
 
 
 if __name__ == "__main__":

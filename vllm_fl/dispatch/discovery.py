@@ -130,7 +130,7 @@ def _distribution_of(entry: EntryPoint) -> tuple[str, str]:
 
 
 def _refuse(reason: str) -> Any:
-    raise RegistrationError(reason)
+    raise PluginError(reason)
 
 
 def _importer(module: str) -> Callable[[], Any]:

@@ -1,0 +1,216 @@
+# SPDX-License-Identifier: Apache-2.0
+"""From what was seen to what is wrong: pure functions on data."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+from .versions import find_conflicts
+
+__all__ = ["diagnose"]
+
+Finding = dict[str, str]
+
+
+def diagnose(
+    versions: Sequence[Mapping[str, Any]],
+    imports: Mapping[str, str | None],
+    found: Mapping[str, Any],
+    hooks: Mapping[str, Any],
+) -> dict[str, Any]:
+    """Everything that was seen, with the findings and a verdict.
+
+    Args:
+        versions: what `installed_versions` returns.
+        imports: package to what went wrong when it was imported, or None.
+        found: what `inventory` returns, or {"error"} where there is none.
+        hooks: {"error", "vllm", "enabled", "device", "installed", "awaited"}; only "error"
+            where there is one.
+
+    Returns:
+        versions (each with import_error: None where it was not tried, "" where it worked),
+        error, enabled, device, plugins, ops, never_selected, hooks, findings (level "problem"
+        or "note", about, text, advice), verdict (problems, notes, text).
+    """
+    findings = [
+        *_of_versions(versions, imports),
+        *_of_registry(found, torch_works=not imports.get("torch")),
+        *_of_hooks(hooks, found),
+    ]
+    counts = {level: sum(f["level"] == level for f in findings) for level in ("problem", "note")}
+    return {
+        "versions": [
+            {
+                "package": entry["package"],
+                "version": entry["version"],
+                "import_error": (imports[entry["package"]] or "")
+                if entry["package"] in imports and entry["version"]
+                else None,
+            }
+            for entry in versions
+        ],
+        "error": found.get("error"),
+        "enabled": found.get("enabled"),
+        "device": found.get("device"),
+        "plugins": [
+            {
+                "name": record["name"],
+                "from": f"{record['package']} {record['version']}".strip() or record["source"],
+                "implementations": record["implementations"],
+                "error": record["error"],
+            }
+            for record in found.get("plugins", ())
+        ],
+        "ops": [
+            {"op": name, "winner": op["winner"], "why": op["why"]}
+            for name, op in found.get("ops", {}).items()
+            if not op["selector"] or op["winner"]
+        ],
+        "never_selected": _never_selected(found),
+        "hooks": dict(hooks),
+        "findings": findings,
+        "verdict": _verdict(counts["problem"], counts["note"]),
+    }
+
+
+def _verdict(problems: int, notes: int) -> dict[str, Any]:
+    found = _count(problems, "problem") if problems else "fine, no problem found"
+    more = f", {_count(notes, 'note')}" if notes else ""
+    return {"problems": problems, "notes": notes, "text": f"Verdict: {found}{more}."}
+
+
+def _count(number: int, what: str) -> str:
+    return f"{number} {what}" + ("" if number == 1 else "s")
+
+
+def _finding(level: str, about: str, text: str, advice: str = "") -> Finding:
+    return {"level": level, "about": about, "text": text, "advice": advice}
+
+
+def _of_versions(
+    versions: Sequence[Mapping[str, Any]], imports: Mapping[str, str | None]
+) -> Iterator[Finding]:
+    installed = {entry["package"]: entry["version"] for entry in versions}
+    for package in ("torch", "vllm"):
+        if not installed.get(package):
+            what = "nothing can run" if package == "torch" else "there is nothing to plug into"
+            yield _finding(
+                "problem", "versions", f"{package} is not installed: {what}", f"install {package}"
+            )
+    for package, error in imports.items():
+        if error and installed.get(package):
+            yield _finding(
+                "problem", "versions", f"{package} cannot be imported: {error}",
+                f"install {package} {installed[package]} again, and look for another {package} "
+                "earlier on the path (PYTHONPATH, the current folder)",
+            )  # fmt: skip
+    for entry in find_conflicts(versions):
+        yield _finding(entry["level"], entry["about"], entry["text"], entry["advice"])
+
+
+def _of_registry(found: Mapping[str, Any], *, torch_works: bool) -> Iterator[Finding]:
+    if found.get("error"):
+        yield _finding("problem", "registry", f"it could not be looked at: {found['error']}")
+        return
+    if not found["enabled"]:
+        yield _finding(
+            "note", "configuration", "vllm_fl is switched off; vLLM runs as without it",
+            "unset VLLM_FL_ENABLED",
+        )  # fmt: skip
+    if found.get("config_error"):
+        yield _finding(
+            "problem", "configuration", found["config_error"],
+            "correct it; vLLM does not start with it. Everything here is told for the defaults",
+        )  # fmt: skip
+    for record in found["plugins"]:
+        yield from _of_plugin(record, torch_works)
+    for name, op in found["ops"].items():
+        yield from _of_op(name, op, found)
+    reference = [n for n, op in found["ops"].items() if _kind(n, op, found) == "reference"]
+    if reference:
+        yield _finding(
+            "note", "operators",
+            f"the reference serves {', '.join(reference)}: right, and slow",
+            "in vLLM, its own forward stays where it is faster; else install the vendor's package",
+        )  # fmt: skip
+    for tie in found["ties"]:
+        by_name = tie["settled_by"] == "the smaller id"
+        yield _finding(
+            "problem" if by_name else "note", "ties",
+            f"{tie['op']}: {tie['winner']} and {', '.join(tie['others'])} have priority "
+            f"{tie['priority']}; settled by: {tie['settled_by']}",
+            f"say which: VLLM_FL_PER_OP='{tie['op']}=impl:{tie['winner']}'" if by_name else "",
+        )  # fmt: skip
+
+
+def _of_plugin(record: Mapping[str, Any], torch_works: bool) -> Iterator[Finding]:
+    if record["error"] is None:
+        return
+    package = record["package"] or record["name"]
+    if record["source"] != "builtin":
+        advice = f"mend or uninstall {package}"
+    else:
+        advice = "see what its import needs" if torch_works else "mend torch first"
+    yield _finding("problem", "plugins", f"{record['name']} failed: {record['error']}", advice)
+
+
+def _of_op(name: str, op: Mapping[str, Any], found: Mapping[str, Any]) -> Iterator[Finding]:
+    if op["signature"] is None:
+        meant = f'; did you mean "{op["closest"]}"?' if op["closest"] else ""
+        yield _finding(
+            "problem", "operators",
+            f"nobody declared {name}, so its implementations are unchecked{meant}",
+            f"declare it: registry.declare(OpSignature.parse('{name}(...)'))",
+        )  # fmt: skip
+    if op["winner"] is not None or op["selector"]:
+        return
+    implemented = any(entry["op"] == name for entry in found["implementations"])
+    why = op["why"] if implemented else "no implementation is registered"
+    yield _finding(
+        "problem" if implemented else "note", "operators", f"nothing can serve {name}: {why}",
+        f"see vllm-fl explain {name}" if implemented else "",
+    )  # fmt: skip
+
+
+def _kind(name: str, op: Mapping[str, Any], found: Mapping[str, Any]) -> str | None:
+    """The kind of what serves an op."""
+    chosen = (name, op["winner"])
+    impls = found["implementations"]
+    return next((i["kind"] for i in impls if (i["op"], i["impl_id"]) == chosen), None)
+
+
+def _never_selected(found: Mapping[str, Any]) -> list[dict[str, Any]]:
+    """Implementations that can never be selected here; ops with one reason in one entry."""
+    entries: dict[tuple[str, str], dict[str, Any]] = {}
+    for impl in found.get("implementations", ()):
+        never = impl["never_selected"]
+        if never is None:
+            continue
+        entry = entries.setdefault(
+            (impl["impl_id"], never["reason"]),
+            {"impl_id": impl["impl_id"], "kind": impl["kind"], **never, "ops": []},
+        )
+        entry["ops"].append(impl["op"])
+    return list(entries.values())
+
+
+def _of_hooks(hooks: Mapping[str, Any], found: Mapping[str, Any]) -> Iterator[Finding]:
+    if hooks["error"]:
+        if hooks.get("vllm") or hooks["error"] != "vLLM is not installed":
+            yield _finding(
+                "problem", "hooks", f"registering the plugin as vLLM does: {hooks['error']}",
+                "vLLM's own processes meet the same",
+            )  # fmt: skip
+        return
+    for hook in hooks["installed"]:
+        if not hook["in_place"]:
+            yield _finding("note", "hooks", f"{hook['name']} was replaced by another plugin")
+    here = (found.get("device") or {}).get("vendor")
+    if hooks["device"] and here and hooks["device"].partition(":")[0] != here:
+        yield _finding(
+            "note", "device",
+            f"vLLM's platform is {hooks['device']}, and this machine looks like {here}: in vLLM "
+            f"the operators are chosen for {hooks['device']}",
+            "set VLLM_FL_PLATFORM, or install the vLLM of the device",
+        )  # fmt: skip

@@ -1,0 +1,272 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`vllm-fl explain`: what would run for an op, and why nothing else."""
+
+from __future__ import annotations
+
+import argparse
+import ast
+from collections.abc import Mapping, Sequence
+from typing import Any, TextIO
+
+from ..backends.vendor.devices import facts_of
+from ..dispatch.decision import Call, Decision
+from ..dispatch.errors import ConfigError, UnknownOpError
+from ..dispatch.manager import OpManager
+from ..dispatch.policy import MODES
+from ..dispatch.types import DeviceFacts, OpImpl, is_installed
+from .child import survey
+from .errors import CommandError, UsageError
+from .output import emit, print_table
+
+__all__ = ["add_parser", "explain", "render"]
+
+
+def add_parser(commands: Any) -> None:
+    """Add the command's arguments."""
+    parser: argparse.ArgumentParser = commands.add_parser(
+        "explain",
+        help="say what would run for an op, here or on another vendor's device, and why",
+        description="Decides for one op as a worker would, and prints the winner with one reason "
+        "for each implementation that lost. With a shape, guards are asked too.",
+    )
+    parser.add_argument("op", metavar="OP", help="the op's name")
+    parser.add_argument(
+        "--shape",
+        action="append",
+        default=[],
+        type=_shape,
+        metavar="[NAME=]N,N",
+        help="shape of the argument under test, or of the array NAME; may be repeated",
+    )
+    parser.add_argument("--dtype", help="dtype under test, e.g. bfloat16")
+    parser.add_argument(
+        "--set",
+        action="append",
+        default=[],
+        type=_value,
+        metavar="NAME=VALUE",
+        help="value of a scalar argument, e.g. is_neox=False; may be repeated",
+    )
+    parser.add_argument(
+        "--mode", choices=MODES, default="eager", help="eager (default) or compiled"
+    )
+    parser.add_argument("--vendor", metavar="NAME", help="decide for this vendor's device")
+    parser.add_argument("--json", action="store_true", help="print JSON, and nothing else")
+    parser.set_defaults(run=run)
+
+
+def _shape(text: str) -> tuple[str, tuple[int, ...]]:
+    name, separator, numbers = text.rpartition("=")
+    try:
+        shape = tuple(int(part) for part in numbers.split(",") if part.strip())
+    except ValueError:
+        shape = (-1,)
+    if any(size < 0 for size in shape) or (separator and not name):
+        raise argparse.ArgumentTypeError(
+            f'must be sizes such as 32,4096 or key=32,1024, found "{text}"'
+        )
+    return name, shape
+
+
+def _value(text: str) -> tuple[str, Any]:
+    name, separator, value = text.partition("=")
+    if not separator or not name:
+        raise argparse.ArgumentTypeError(f'must be NAME=VALUE, found "{text}"')
+    try:
+        return name, ast.literal_eval(value)
+    except (ValueError, SyntaxError):
+        return name, value  # a word, e.g. approximate=tanh
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """Print the decision; exit code 1 where nothing can run."""
+    data = survey(
+        "explain",
+        op=arguments.op,
+        shapes=dict(arguments.shape),
+        dtype=arguments.dtype,
+        values=dict(arguments.set),
+        mode=arguments.mode,
+        vendor=arguments.vendor,
+    )
+    emit(data, render, as_json=arguments.json)
+    return 0 if data["winner"] else 1
+
+
+def explain(
+    manager: OpManager,
+    op: str,
+    *,
+    shapes: Mapping[str, Sequence[int]] | None = None,
+    dtype: str | None = None,
+    values: Mapping[str, Any] | None = None,
+    mode: str = "eager",
+    vendor: str | None = None,
+) -> dict[str, Any]:
+    """The decision as data.
+
+    Args:
+        shapes: array argument to its shape; "" is the argument under test. Without any shape,
+            dtype and value, guards are not asked.
+        dtype: the dtype under test, by name.
+        values: scalar argument to its value.
+        mode: "eager" or "compiled".
+        vendor: decide for this vendor's device, whatever this machine has.
+
+    Returns:
+        What `Decision.to_dict` gives; given and assumed (argument to text); facts; asked
+        (which guards were asked); registered (for each implementation what it runs on and
+        requires, and what of that is missing here).
+
+    Raises:
+        UsageError: nobody knows the op, vendor, dtype or argument, or a shape does not fit.
+    """
+    snapshot = manager.registry.snapshot()
+    impls = snapshot.impls_by_op.get(op, ())
+    device = manager.device
+    if vendor is not None:
+        try:
+            device = facts_of(vendor, snapshot.known_vendors(), source="--vendor", assumed=True)
+        except ConfigError as error:
+            raise UsageError(str(error)) from None
+    registered = [_registered(impl) for impl in impls]
+    if vendor is not None:
+        modules = (module for entry in registered for module in _assumed(entry, device))
+        device = _replace(device, tuple(dict.fromkeys(modules)))
+    contract = _contract(op)
+    layer = contract is not None and any(
+        site.device_types is None or device.device_type in site.device_types
+        for site in contract.call_sites
+    )
+    call, given, assumed, asked, facts = None, {}, {}, "none", None
+    if shapes or dtype is not None or values:
+        if op not in snapshot.declarations and not impls:
+            raise _unknown(manager, op)
+        if contract is None:
+            raise UsageError(
+                f"{op} has no contract in vllm_fl, so no arguments can be built for it; leave out "
+                "--shape, --dtype and --set"
+            )
+        from ..ops.fakes import dtype_of, fake_call
+
+        try:
+            made = fake_call(
+                contract,
+                shapes={name: tuple(shape) for name, shape in (shapes or {}).items()},
+                values=values or {},
+                dtype=None if dtype is None else dtype_of(contract, dtype),
+                device_type=device.device_type,
+            )
+        except ValueError as error:
+            raise UsageError(str(error)) from None
+        given, assumed = made.given, made.assumed
+        facts = dict(contract.signature.facts_of(*made.args))
+        asked = "layer guards"
+        if made.on_device:
+            call, asked = Call(made.args), "all guards"
+    try:
+        decision = manager.decide(op, device=device, facts=facts, call=call, mode=mode, layer=layer)
+    except UnknownOpError:
+        raise _unknown(manager, op) from None
+    return {
+        **_as_data(decision),
+        "given": given,
+        "assumed": assumed,
+        "facts": {name: _plain(value) for name, value in (facts or {}).items()},
+        "asked": asked,
+        "registered": registered,
+    }
+
+
+def _unknown(manager: OpManager, op: str) -> CommandError:
+    """The error for an op that nobody knows: wrong usage, unless vllm_fl's own are missing."""
+    failed = [p for p in manager.get_discovered_plugins() if not p.ok]
+    notes = [f"Note: {p.name} failed ({p.error})." for p in failed]
+    text = manager.registry.snapshot().unknown_text(op, notes)
+    own = any(p.source == "builtin" for p in failed)
+    return CommandError(text) if own else UsageError(text)
+
+
+def _contract(op: str) -> Any:
+    try:
+        from ..ops import CONTRACTS
+    except ImportError:  # without torch there are none
+        return None
+    return next((contract for contract in CONTRACTS if contract.name == op), None)
+
+
+def _registered(impl: OpImpl) -> dict[str, Any]:
+    backend = impl.backend
+    types = None if backend is None else backend.device_types
+    requires = [] if backend is None else list(backend.requires)
+    return {
+        "impl_id": impl.impl_id,
+        "device_types": None if types is None else list(types),
+        "requires": requires,
+        "missing": [module for module in requires if not is_installed(module)],
+    }
+
+
+def _assumed(entry: Mapping[str, Any], device: DeviceFacts) -> list[str]:
+    """What an implementation for the device lacks on this machine."""
+    fits = entry["device_types"] is None or device.device_type in entry["device_types"]
+    return entry["missing"] if fits else []
+
+
+def _replace(device: DeviceFacts, modules: tuple[str, ...]) -> DeviceFacts:
+    return DeviceFacts(device.vendor, device.device_type, assumed=True, assumed_modules=modules)
+
+
+def _as_data(decision: Decision) -> dict[str, Any]:
+    data = decision.to_dict()
+    data["device"]["device_class"] = decision.device.device_class
+    return data
+
+
+def _plain(value: Any) -> Any:
+    return value if isinstance(value, (bool, int, float, str, type(None))) else str(value)
+
+
+def render(data: Mapping[str, Any], stream: TextIO) -> None:
+    """Print the decision for people."""
+    device = data["device"]
+    where = device["device_class"] + (" (assumed)" if device["assumed"] else "")
+    winner = data["winner"]["impl_id"] if data["winner"] else "nothing available"
+    lines = [f"{data['op']} on {where}, {data['mode']}: {winner}"]
+    lines.append(f"  chosen: {data['reason']}" if data["winner"] else f"  {data['reason']}")
+    lines += [f"  not {loser['impl_id']}: {loser['reason']}" for loser in data["losers"]]
+    lines += [
+        f"  policy {name} = {entry['value']} (from {entry['source']})"
+        for name, entry in data["policy"].items()
+    ]
+    for what in ("given", "assumed"):
+        if data[what]:
+            said = ", ".join(f"{name} = {text}" for name, text in data[what].items())
+            lines.append(f"  {what}: {said}")
+    if device["assumed_modules"]:
+        lines.append(f"  assumed to be installed there: {', '.join(device['assumed_modules'])}")
+    lines.append(f"  {_ASKED[data['asked']]}")
+    print("\n".join(lines), file=stream)
+    if data["registered"]:
+        print("\nRegistered:", file=stream)
+        print_table(
+            stream,
+            ("implementation", "runs on", "requires", "missing here"),
+            [
+                (
+                    entry["impl_id"],
+                    "any" if entry["device_types"] is None else ", ".join(entry["device_types"]),
+                    ", ".join(entry["requires"]) or "-",
+                    ", ".join(entry["missing"]) or "-",
+                )
+                for entry in data["registered"]
+            ],
+        )
+
+
+_ASKED = {
+    "none": "guards were not asked; give a --shape, and they are",
+    "layer guards": "guards of the layer were asked; those of a call were not, because this "
+    "PyTorch cannot make tensors of that device type",
+    "all guards": "guards were asked, of the layer and of the call",
+}

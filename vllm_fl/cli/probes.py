@@ -1,0 +1,206 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The questions that a child process is asked (`child.py`), and how it answers."""
+
+from __future__ import annotations
+
+import functools
+import importlib
+import json
+import logging
+import os
+import sys
+import traceback
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+from ..backends.vendor.devices import detect, observed
+from ..dispatch.config import Config, load_config, shipped_policy
+from ..dispatch.discovery import discover
+from ..dispatch.errors import ConfigError, DispatchError
+from ..dispatch.log import configure_logging, logger
+from ..dispatch.manager import OpManager
+from ..dispatch.registry import OpRegistry
+from ..dispatch.types import OpImpl, Origin
+from .errors import CommandError, UsageError
+
+__all__ = ["Prepared", "prepare", "reply"]
+
+Tell = Callable[..., None]
+Skip = Sequence[Sequence[Any]]
+"""[what was being done, how it ended the process], as JSON gives it."""
+
+
+@dataclass(frozen=True, slots=True)
+class Prepared:
+    """A manager after discovery, and what was wrong with the configuration.
+
+    Attributes:
+        manager: works under the defaults where the configuration is wrong.
+        config_error: what is wrong with it, or None.
+    """
+
+    manager: OpManager
+    config_error: str | None
+
+
+def reply(given: dict[str, Any]) -> None:
+    """Answer the parent's question through the pipe, and end."""
+    pipe = given["pipe"]
+    os.set_inheritable(pipe, False)
+
+    def send(message: dict[str, Any]) -> None:
+        data = json.dumps(message, default=str).encode() + b"\n"
+        while data:
+            data = data[os.write(pipe, data) :]
+
+    def tell(*doing: str) -> None:
+        send({"doing": doing})
+
+    _log_to_stderr()
+    code = 1
+    try:
+        message = {"answer": QUESTIONS[given["question"]](tell, **given["arguments"])}
+        code = 0
+    except (DispatchError, CommandError) as error:
+        message = {"error": {"text": str(error), "usage": isinstance(error, UsageError)}}
+    except BaseException as error:
+        traceback.print_exc()
+        notes = "".join(f" ({note})" for note in getattr(error, "__notes__", ()))
+        text = f"{type(error).__name__}: {error}{notes}"
+        message = {"error": {"text": text, "usage": False}}
+    send(message)
+    for stream in (sys.stdout, sys.stderr):
+        stream.flush()
+    os._exit(code)  # what runs at exit may crash, too
+
+
+def _log_to_stderr() -> None:
+    """Warnings and worse, and what the configuration asks for where it says so."""
+    handler = logging.StreamHandler()
+    handler.setFormatter(logging.Formatter("%(name)s %(levelname)s: %(message)s"))
+    handler.setLevel(logging.WARNING)
+    logger.addHandler(handler)
+    logger.propagate = False
+
+
+def prepare(tell: Tell, skip: Skip = ()) -> Prepared:
+    """Configuration, discovery and device, each as far as it gets.
+
+    Args:
+        tell: is told of each plugin before it is loaded.
+        skip: what is left out, because it ended the process before.
+    """
+    config, problem = Config(), None
+    try:
+        config = load_config()
+    except ConfigError as error:
+        problem = str(error)
+    if "log_level" in config.values:
+        for handler in logger.handlers:
+            handler.setLevel(config.log_level)
+    configure_logging(config.log_level)
+    registry = OpRegistry()
+
+    def watch(origin: Origin) -> str | None:
+        doing = ("plugin", origin.source, origin.name)
+        reason = _reason(skip, doing)
+        if reason is None:
+            tell(*doing)
+        return reason
+
+    registry.plugins = discover(registry, config.plugin_modules, watch=watch)
+    _replace_crashing_probes(registry, skip)
+    try:
+        device = detect(config.platform, registry.snapshot().known_vendors())
+        if problem is None:
+            config = load_config(shipped=shipped_policy(device))
+            notes = [f"Note: {p.name} failed ({p.error})." for p in registry.plugins if not p.ok]
+            config.check_against(registry.snapshot(), notes)
+    except ConfigError as error:
+        config, problem = Config(), problem or str(error)
+        device = detect(None)
+    manager = OpManager(registry, config=config, device=device)
+    tell("manager")
+    manager.ensure_initialized()
+    return Prepared(manager, problem)
+
+
+def _reason(skip: Skip, doing: Iterable[str]) -> str | None:
+    return next((how for done, how in skip if list(done) == list(doing)), None)
+
+
+def _replace_crashing_probes(registry: OpRegistry, skip: Skip) -> None:
+    """Put refusals in the places of probes that ended the process."""
+    for (kind, *names), how in skip:
+        if kind != "probe":
+            continue
+        impl = registry.get_implementation(*names)
+        if impl is not None and impl.origin is not None:
+            registry.unregister(*names)
+            with registry.batch(impl.origin):
+                registry.register_impl(_without_probe(impl, f"its availability probe: {how}"))
+
+
+def _without_probe(impl: OpImpl, reason: str) -> OpImpl:
+    @functools.wraps(impl.fn)
+    def fn(*args: Any, **kwargs: Any) -> Any:
+        return impl.fn(*args, **kwargs)
+
+    return replace(impl, fn=fn, available=lambda: reason)
+
+
+def _registry(tell: Tell, skip: Skip = (), describe_device: bool = False) -> dict[str, Any]:
+    from .inventory import inventory
+
+    prepared = prepare(tell, skip)
+    answer = inventory(prepared.manager, tell=tell)
+    answer["config_error"] = prepared.config_error
+    if describe_device and _reason(skip, ("device",)) is None:
+        tell("device")
+        facts = observed(prepared.manager.device)
+        answer["device"] |= {"name": facts.name, "arch": facts.arch}
+    return answer
+
+
+def _explain(tell: Tell, skip: Skip = (), **asked: Any) -> dict[str, Any]:
+    from .explain import explain
+
+    prepared = prepare(tell, skip)
+    if prepared.config_error is not None:
+        raise CommandError(prepared.config_error)
+    return explain(prepared.manager, **asked)
+
+
+def _import(tell: Tell, skip: Skip = (), module: str = "") -> dict[str, Any]:
+    found = importlib.import_module(module)
+    return {"version": str(getattr(found, "__version__", ""))}
+
+
+def _hooks(tell: Tell, skip: Skip = ()) -> dict[str, Any]:
+    """What the plugin does in a process of vLLM: it is registered here as vLLM does it."""
+    from ..dispatch.default import get_default_manager
+    from ..vllm_plugin import hooks, plugin
+
+    plugin.register()
+    manager = get_default_manager()
+    import vllm
+
+    return {
+        "vllm": str(vllm.__version__),
+        "enabled": manager.config.enabled,
+        "device": manager.device.device_class if manager.config.enabled else None,
+        "installed": [
+            {"name": hook.name, "purpose": hook.purpose, "in_place": hook.in_place}
+            for hook in hooks.installed()
+        ],
+        "awaited": list(hooks.awaited()),
+    }
+
+
+QUESTIONS: dict[str, Callable[..., dict[str, Any]]] = {
+    "registry": _registry,
+    "explain": _explain,
+    "import": _import,
+    "hooks": _hooks,
+}
