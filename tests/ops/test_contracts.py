@@ -8,9 +8,13 @@ import torch
 
 from vllm_fl.dispatch import OpManager
 from vllm_fl.ops import CONTRACTS, SIGNATURES
-from vllm_fl.testing import error_in_ulps
+from vllm_fl.testing import outputs_of, worst_errors
 
-DTYPES = [torch.float32, torch.bfloat16, torch.float16]
+PAIRS = [
+    pytest.param(contract, dtype, id=f"{contract.name}-{dtype}")
+    for contract in CONTRACTS
+    for dtype in contract.tolerances
+]
 
 
 def cases(contract, dtype):
@@ -18,41 +22,38 @@ def cases(contract, dtype):
         yield case.name, case.make(dtype, torch.Generator().manual_seed(1))
 
 
-def worst(contract, function, dtype) -> dict[str, float]:
-    return {
-        name: error_in_ulps(contract, function(*args), args)
+def beyond(contract, function, dtype) -> list[str]:
+    """The cases and outputs in which a function is farther from the truth than it may be."""
+    tolerance = contract.tolerances[dtype]
+    return [
+        f"{name}, output {index}: {error:.3g} ulp"
         for name, args in cases(contract, dtype)
-    }
+        for index, error in enumerate(worst_errors(contract, function(*args), args))
+        if not error <= tolerance.for_output(index)
+    ]
 
 
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize("contract", CONTRACTS, ids=lambda c: c.name)
+@pytest.mark.parametrize(("contract", "dtype"), PAIRS)
 def test_the_reference_is_within_its_own_tolerance_of_float64(contract, dtype) -> None:
-    limit = contract.tolerances[dtype].ulps
-    errors = worst(contract, contract.reference, dtype)
-    assert max(errors.values()) <= limit, errors
+    assert beyond(contract, contract.reference, dtype) == []
 
 
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize("contract", CONTRACTS, ids=lambda c: c.name)
+@pytest.mark.parametrize(("contract", "dtype"), PAIRS)
 def test_every_implementation_here_is_within_the_tolerance(contract, dtype) -> None:
-    limit = contract.tolerances[dtype].ulps
     manager = OpManager()
-    errors = worst(contract, lambda *args: manager.call(contract.name, *args), dtype)
-    assert max(errors.values()) <= limit, errors
+    assert beyond(contract, lambda *args: manager.call(contract.name, *args), dtype) == []
 
 
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize("contract", CONTRACTS, ids=lambda c: c.name)
-def test_the_tolerance_refuses_a_result_that_is_off_by_one_in_a_hundred(contract, dtype) -> None:
+@pytest.mark.parametrize(("contract", "dtype"), PAIRS)
+def test_the_tolerance_refuses_a_result_that_is_off_by_two_in_a_hundred(contract, dtype) -> None:
     def off(*args):
-        result = contract.reference(*args)
-        if isinstance(result, tuple):
-            return (result[0] * 1.02, *result[1:])
-        return result * 1.02
+        first, *rest = outputs_of(contract.reference(*args))
+        if not first.dtype.is_floating_point:
+            return (first + 1, *rest)
+        moved = first.float() * (1.02 if first.dtype.itemsize > 1 else 1.3)  # fp8 steps by 1/8
+        return (moved.to(first.dtype), *rest)
 
-    limit = contract.tolerances[dtype].ulps
-    assert max(worst(contract, off, dtype).values()) > limit
+    assert beyond(contract, off, dtype)
 
 
 def test_the_inplace_schemas_mark_exactly_what_the_signature_says() -> None:
@@ -65,6 +66,17 @@ def test_the_inplace_schemas_mark_exactly_what_the_signature_says() -> None:
         "float epsilon, SymInt? variance_size=None) -> ()",
         "rotary_embedding": "(Tensor positions, Tensor(a!) query, Tensor(b!)? key, "
         "SymInt head_size, Tensor cos_sin_cache, bool is_neox) -> ()",
+        "reshape_and_cache_flash": "(Tensor key, Tensor value, Tensor(a!) key_cache, "
+        "Tensor(b!) value_cache, Tensor slot_mapping, str kv_cache_dtype, Tensor k_scale, "
+        "Tensor v_scale) -> ()",
+        "concat_and_cache_mla": "(Tensor kv_c, Tensor k_pe, Tensor(a!) kv_cache, "
+        "Tensor slot_mapping, str kv_cache_dtype, Tensor scale) -> ()",
+        "merge_attn_states": None,
+        "topk_softmax": None,
+        "grouped_topk": None,
+        "moe_align_block_size": None,
+        "moe_sum": None,
+        "fused_experts": None,
     }
 
 
@@ -72,7 +84,7 @@ def test_every_contract_has_the_nasty_cases_and_a_reasoned_tolerance() -> None:
     assert len(SIGNATURES) == len(CONTRACTS) + 1  # the selector has no contract
     for contract in CONTRACTS:
         names = " ".join(case.name for case in contract.cases)
-        for needed in ("zero tokens", "one token", "odd", "huge"):
-            assert needed in names, (contract.name, needed)
+        for needed in ("zero tokens", "one token", "odd", "huge values"):
+            assert needed in names or needed in contract.without, (contract.name, needed)
         for tolerance in contract.tolerances.values():
             assert len(tolerance.why) > 40

@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -12,7 +12,29 @@ import torch
 from ..dispatch.types import OpSignature
 from .arrays import ArraySpec
 
-__all__ = ["CallSite", "Case", "OpContract", "Tolerance", "exactly", "half_and_single"]
+__all__ = [
+    "NEEDED_CASES",
+    "CallSite",
+    "Case",
+    "OpContract",
+    "Tolerance",
+    "exactly",
+    "half_and_single",
+]
+
+NEEDED_CASES: Mapping[str, tuple[str, ...]] = {
+    "zero tokens": ("zero tokens",),
+    "one token": ("one token",),
+    "odd and prime sizes": ("odd", "prime"),
+    "leading shapes": ("1-D", "3-D", "4-D"),
+    "slices": ("slice",),
+    "permuted": ("permuted",),
+    "tiny values": ("tiny values",),
+    "huge values": ("huge values",),
+    "inf and nan": ("inf", "nan"),
+}
+"""What a contract's cases must be about, and the words that must stand in their names. Tiny is
+about 1e-3, huge 1e4. A contract to which one of them cannot apply says why in `without`."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -113,6 +135,7 @@ class OpContract:
             the output's own size is right; takes the arguments in float64.
         canonical: maps (outputs, arguments) to outputs that can be compared element by
             element, where the op leaves an order open (ties, the order within a group).
+        without: those of NEEDED_CASES that cannot apply to the op, each with the reason.
         batched: arguments whose first dimension is the tokens, each of which is computed
             alone; the first dimension of every output is the same. Empty where tokens meet.
         call_sites: where vLLM calls for it; empty: it is there for callers of the library.
@@ -131,6 +154,7 @@ class OpContract:
     exact: Callable[..., Any] | None = None
     magnitude: Callable[..., tuple[torch.Tensor | None, ...]] | None = None
     canonical: Callable[..., tuple[torch.Tensor | None, ...]] | None = None
+    without: Mapping[str, str] = field(default_factory=dict)
     batched: tuple[str, ...] = ()
     call_sites: tuple[CallSite, ...] = ()
     source: str = ""
