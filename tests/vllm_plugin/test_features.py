@@ -4,7 +4,9 @@ import types
 
 import pytest
 
+from vllm_fl.backends.vendor.devices import facts_of
 from vllm_fl.dispatch.types import DeviceFacts, VendorInfo
+from vllm_fl.vllm_plugin import features
 from vllm_fl.vllm_plugin.features import batch_invariant, platform_device, platform_has_kernels
 
 
@@ -52,6 +54,18 @@ def test_a_device_type_that_a_plugin_declares_is_that_vendors(platform) -> None:
     platform(device_type="brandnew")
     known = {"acme": VendorInfo("acme", "brandnew")}
     assert platform_device(known) == DeviceFacts("acme", "brandnew")
+
+
+@pytest.mark.parametrize(
+    ("found", "vendor"),
+    [("metax", "metax"), ("hygon", "hygon"), ("ascend", "cuda"), ("cpu", "cuda")],
+)
+def test_a_vendor_whose_device_is_called_cuda_is_told_by_its_markers(
+    platform, monkeypatch, found, vendor
+) -> None:
+    platform("cuda", is_cuda=True)
+    monkeypatch.setattr(features, "detect", lambda _: facts_of(found))
+    assert (platform_device().vendor, platform_device().device_type) == (vendor, "cuda")
 
 
 @pytest.mark.parametrize("answer", ["is_cuda_alike", "is_xpu"])

@@ -22,17 +22,18 @@ def platform_device(known: Mapping[str, VendorInfo] = MappingProxyType({})) -> D
 
     if current_platform.is_cpu():
         return facts_of("cpu")
-    if current_platform.is_rocm():
-        return facts_of("rocm")
-    if current_platform.is_cuda():
-        return facts_of("cuda")
-    if current_platform.is_xpu():
-        return facts_of("xpu")
     device_type = current_platform.device_type
     found = detect(None)
     if found.device_type == device_type:
-        return found
-    table = {info.name: info for info in VENDORS} | dict(known)
+        return found  # by its markers: many vendors' device type is "cuda"
+    for vendor, is_vendor in (
+        ("rocm", current_platform.is_rocm),
+        ("cuda", current_platform.is_cuda),
+        ("xpu", current_platform.is_xpu),
+    ):
+        if is_vendor():
+            return facts_of(vendor)
+    table: dict[str, VendorInfo] = {info.name: info for info in VENDORS} | dict(known)
     vendors = [info.name for info in table.values() if info.device_type == device_type]
     name = vendors[0] if len(vendors) == 1 else device_type
     return DeviceFacts(name, device_type)

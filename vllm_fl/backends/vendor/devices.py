@@ -1,11 +1,20 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Facts about each vendor's device, as data, and a detection that imports and touches nothing."""
+"""Which vendor's chip this machine has: found by markers, importing and touching nothing.
+
+A device type says little: eight vendors call theirs "cuda". The facts themselves are in
+`device_table`.
+"""
 
 from __future__ import annotations
 
+import ast
+import os
+import re
+import shutil
 import sys
 from collections.abc import Mapping
-from dataclasses import replace
+from dataclasses import dataclass, field, fields, replace
+from importlib.util import find_spec
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
@@ -14,37 +23,45 @@ from ...dispatch.config import check_names
 from ...dispatch.errors import ConfigError
 from ...dispatch.log import logger
 from ...dispatch.registry import OpRegistry
-from ...dispatch.types import DeviceFacts, VendorInfo
+from ...dispatch.types import DeviceFacts, VendorInfo, is_installed
+from .device_table import CPU, DEVICES, Marker, VendorDevice
 
-__all__ = ["VENDORS", "detect", "facts_of", "observed", "register_builtins"]
+__all__ = [
+    "VENDORS",
+    "Sighting",
+    "Surroundings",
+    "describe",
+    "detect",
+    "device_of",
+    "facts_of",
+    "flaggems_name",
+    "observed",
+    "register_builtins",
+    "survey",
+]
 
-VENDORS: tuple[VendorInfo, ...] = (
-    VendorInfo("cpu", "cpu", "vLLM's CPU kernels"),
-    VendorInfo("cuda", "cuda", "NVIDIA"),
-    VendorInfo("rocm", "cuda", "AMD ROCm"),
-    VendorInfo("xpu", "xpu", "Intel"),
-    VendorInfo("ascend", "npu", "Huawei Ascend"),
-    VendorInfo("cambricon", "mlu", "Cambricon"),
-    VendorInfo("metax", "cuda", "MetaX MACA"),
-    VendorInfo("mthreads", "musa", "Moore Threads"),
-    VendorInfo("iluvatar", "cuda", "Iluvatar CoreX"),
-    VendorInfo("kunlunxin", "cuda", "Kunlunxin"),
-    VendorInfo("hygon", "cuda", "Hygon DCU"),
-    VendorInfo("enflame", "gcu", "Enflame GCU"),
-    VendorInfo("tsingmicro", "txda", "Tsingmicro"),
-    VendorInfo("thead", "cuda", "T-Head PPU"),
-    VendorInfo("sunrise", "ptpu", "Sunrise PTPU"),
-)
+VENDORS: tuple[VendorDevice, ...] = (CPU, *DEVICES)
 
-_NODES = (("ascend", "davinci*"), ("metax", "mxcd"), ("hygon", "mkfd"), ("sunrise", "tang*"),
-          ("cuda", "nvidia[0-9]*"), ("rocm", "kfd"))  # fmt: skip
-"""Device nodes by which a chip is recognised, most particular first."""
+_BY_NAME = {info.name: info for info in VENDORS}
+_TORCH_MARKS = ("__hcu_version__", "corex", "cuda", "hip", "xpu")
+_OF_VERSION = ("cuda", "hip", "xpu")
+"""Those that `torch.version` names in every build, as None where they do not apply."""
 
 
 def register_builtins(registry: OpRegistry) -> None:
     """Make the vendors' names known."""
     for vendor in VENDORS:
         registry.declare_vendor(vendor)
+
+
+def device_of(vendor: str, *, source: str = "vendor") -> VendorDevice:
+    """The table's row of a vendor.
+
+    Raises:
+        ConfigError: the vendor is not in the table; lists the valid names.
+    """
+    check_names([vendor], _BY_NAME, what="vendor", source=source)
+    return _BY_NAME[vendor]
 
 
 def facts_of(
@@ -63,7 +80,7 @@ def facts_of(
     Raises:
         ConfigError: nobody knows the vendor (lists the valid names), or its device type.
     """
-    table = {**{info.name: info for info in VENDORS}, **known}
+    table: Mapping[str, VendorInfo] = {**_BY_NAME, **known}
     check_names([vendor], table, what="vendor", source=source)
     if not table[vendor].device_type:
         raise ConfigError(
@@ -74,23 +91,158 @@ def facts_of(
     return DeviceFacts(vendor, table[vendor].device_type, assumed=assumed)
 
 
+def flaggems_name(vendor: str) -> str | None:
+    """What GEMS_VENDOR is for a vendor, or None where FlagGems has no backend for it.
+
+    FlagGems' own search runs every vendor's tool and takes the first that answers, so on a
+    machine with two of them the outcome is a race. A vendor that is not in the table (an external
+    package's) is None too.
+    """
+    info = _BY_NAME.get(vendor)
+    return info.flaggems if info is not None else None
+
+
+# ------------------------------------------------------------------------- the surroundings
+
+
+@dataclass(frozen=True, slots=True)
+class Surroundings:
+    """Where markers are looked for; a test gives others.
+
+    Attributes:
+        dev: where device nodes lie.
+        path: the folders of commands; None for PATH.
+        variables: environment variables that are markers, by name.
+        modules: installed modules; None asks Python's finders.
+        torch_marks: the marks of the torch that is installed; None reads them.
+    """
+
+    dev: Path = Path("/dev")
+    path: str | None = None
+    variables: Mapping[str, str] = field(
+        default_factory=lambda: {"PPU_SDK": os.environ.get("PPU_SDK", "")}
+    )
+    modules: frozenset[str] | None = None
+    torch_marks: frozenset[str] | None = None
+
+    def has(self, marker: Marker) -> bool:
+        """Whether a marker is there."""
+        if marker.kind == "node":
+            return next(self.dev.glob(marker.what), None) is not None
+        if marker.kind == "tool":
+            return shutil.which(marker.what, path=self.path) is not None
+        if marker.kind == "env":
+            return bool(self.variables.get(marker.what))
+        if marker.kind == "module":
+            known = self.modules
+            return marker.what in known if known is not None else is_installed(marker.what)
+        marks = self.torch_marks
+        return marker.what in (_torch_marks() if marks is None else marks)
+
+
+def _torch_marks() -> frozenset[str]:
+    """The marks of this Python's torch. An imported one is asked for its attributes, otherwise
+    its sources are read: importing torch can fail where a vendor's extension is half installed."""
+    torch = sys.modules.get("torch")
+    if torch is not None and hasattr(torch, "version"):
+        found = {name for name in ("__hcu_version__", "corex") if getattr(torch, name, False)}
+        return frozenset(found | {n for n in _OF_VERSION if getattr(torch.version, n, None)})
+    try:
+        spec = find_spec("torch")
+    except (ImportError, ValueError):
+        return frozenset()
+    folders = (spec.submodule_search_locations if spec is not None else None) or ()
+    return frozenset().union(*(read_torch_marks(Path(folder)) for folder in folders))
+
+
+def read_torch_marks(folder: Path) -> frozenset[str]:
+    """The marks in the sources of a torch: names that `version.py` gives a value, and names that
+    `__init__.py` or `version.py` define."""
+    marks: set[str] = set()
+    for name in ("version.py", "__init__.py"):
+        try:
+            text = (folder / name).read_text(encoding="utf-8", errors="replace")
+        except OSError:
+            continue
+        for mark in _TORCH_MARKS:
+            if name == "__init__.py" and mark in _OF_VERSION:
+                continue  # there it is the name of a submodule
+            found = re.search(rf"^{mark}\s*(?::[^=\n]*)?=\s*(.+)$", text, re.MULTILINE)
+            if found is not None and _has_value(found[1]):
+                marks.add(mark)
+    return frozenset(marks)
+
+
+def _has_value(text: str) -> bool:
+    try:
+        return bool(ast.literal_eval(text.strip()))
+    except (ValueError, SyntaxError):
+        return True  # it is computed
+
+
+# ------------------------------------------------------------------------------- detection
+
+
+@dataclass(frozen=True, slots=True)
+class Sighting:
+    """What of a vendor's markers is here.
+
+    Attributes:
+        vendor: its name.
+        found: an alternative is complete: this machine has the vendor's chip.
+        seen: the markers that are there.
+        missing: what would complete the closest alternative.
+    """
+
+    vendor: str
+    found: bool
+    seen: tuple[str, ...]
+    missing: tuple[str, ...]
+
+    def __str__(self) -> str:
+        seen = ", ".join(self.seen)
+        if self.found:
+            return f"{self.vendor}: found by {seen}"
+        return f"{self.vendor}: not found; {seen} is here, but not {', '.join(self.missing)}"
+
+
+def _sight(info: VendorDevice, around: Surroundings) -> Sighting:
+    there = {m: around.has(m) for markers in info.markers for m in markers}
+    lacking = [[m for m in markers if not there[m]] for markers in info.markers]
+    closest = min(lacking, key=len, default=[])
+    seen = tuple(str(m) for m, is_there in there.items() if is_there)
+    # Where nothing is here, every way is as far: the first is the most certain one.
+    missing = closest if seen else (lacking[0] if lacking else [])
+    found = bool(info.markers) and not closest
+    return Sighting(info.name, found, seen, () if found else tuple(map(str, missing)))
+
+
+def survey(around: Surroundings | None = None) -> tuple[Sighting, ...]:
+    """The vendors of whom anything is here, in the order in which `detect` asks: the first that
+    is found is this machine's. The others explain why a chip is not taken for what it is."""
+    around = around or Surroundings()
+    return tuple(s for info in DEVICES if (s := _sight(info, around)).seen)
+
+
 def detect(
     vendor: str | None,
     known: Mapping[str, VendorInfo] = MappingProxyType({}),
-    dev: Path = Path("/dev"),
+    *,
+    around: Surroundings | None = None,
 ) -> DeviceFacts:
     """The device of this machine.
 
     Args:
-        vendor: from VLLM_FL_PLATFORM; None looks for the vendors' device nodes.
+        vendor: from VLLM_FL_PLATFORM; None looks for the vendors' markers.
         known: vendors beside those of the table.
-        dev: where device nodes lie.
+        around: where to look.
     """
     if vendor is not None:
         return facts_of(vendor, known, source="environment variable VLLM_FL_PLATFORM")
-    for name, pattern in _NODES:
-        if next(dev.glob(pattern), None) is not None:
-            return facts_of(name)
+    around = around or Surroundings()
+    for info in DEVICES:
+        if any(all(map(around.has, markers)) for markers in info.markers):
+            return facts_of(info.name)
     return facts_of("cpu")
 
 
@@ -117,3 +269,26 @@ def observed(facts: DeviceFacts) -> DeviceFacts:
         logger.debug("the device was not described: %s: %s", type(error).__name__, error)
         return facts
     return replace(facts, name=name, arch=arch)
+
+
+def describe(vendor: str, around: Surroundings | None = None) -> dict[str, Any]:
+    """All that is known of a vendor's device, JSON-ready, and what of it is here.
+
+    Returns:
+        The table's fields by name; "open": field to what is known of a value that is not
+        confirmed; "markers": the alternatives, each a list of {"kind", "what", "here"};
+        "found": whether one of them is complete.
+
+    Raises:
+        ConfigError: the vendor is not in the table; lists the valid names.
+    """
+    info, around = device_of(vendor), around or Surroundings()
+    told: dict[str, Any] = {f.name: getattr(info, f.name) for f in fields(info)}
+    told["open"] = dict(info.open)
+    told["visible_devices"] = list(info.visible_devices)
+    told["markers"] = [
+        [{"kind": m.kind, "what": m.what, "here": around.has(m)} for m in markers]
+        for markers in info.markers
+    ]
+    told["found"] = any(all(m["here"] for m in markers) for markers in told["markers"])
+    return told
