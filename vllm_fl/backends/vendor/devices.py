@@ -208,13 +208,11 @@ class Sighting:
 
 def _sight(info: VendorDevice, around: Surroundings) -> Sighting:
     there = {m: around.has(m) for markers in info.markers for m in markers}
-    lacking = [[m for m in markers if not there[m]] for markers in info.markers]
-    closest = min(lacking, key=len, default=[])
+    lacking = [([m for m in way if not there[m]], len(way)) for way in info.markers]
+    # The way that lacks least, and of those the one that something is here of.
+    missing, _ = min(lacking, key=lambda way: (len(way[0]), len(way[0]) == way[1]))
     seen = tuple(str(m) for m, is_there in there.items() if is_there)
-    # Where nothing is here, every way is as far: the first is the most certain one.
-    missing = closest if seen else (lacking[0] if lacking else [])
-    found = bool(info.markers) and not closest
-    return Sighting(info.name, found, seen, () if found else tuple(map(str, missing)))
+    return Sighting(info.name, not missing, seen, tuple(map(str, missing)))
 
 
 def survey(around: Surroundings | None = None) -> tuple[Sighting, ...]:

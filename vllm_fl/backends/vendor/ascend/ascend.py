@@ -1,0 +1,73 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The backend of torch_npu's operators (torch.ops.npu), releases 2.10 to 2.13."""
+
+from __future__ import annotations
+
+from packaging.version import Version
+
+from ....dispatch.log import logger
+from ....dispatch.types import BackendImplKind
+from ...base import Backend
+
+__all__ = ["OPERATORS", "AscendBackend", "backend"]
+
+OPERATORS = (
+    "npu_add_rms_norm_v2",
+    "npu_gelu",
+    "npu_mrope",
+    "npu_rms_norm",
+    "npu_swiglu",
+)
+"""The operators that the implementations call."""
+
+OLDEST, NEWEST = Version("2.10"), Version("2.13")
+
+CHIPS = {"A2": range(220, 226), "A3": range(250, 256)}
+"""Chip to what `torch.npu.get_soc_version()` says of it."""
+
+
+class AscendBackend(Backend):
+    """Operators of torch_npu whose documented limits the guards keep.
+
+    Arguments with a default are passed by keyword, because releases inserted new ones in between.
+    None of the operators is documented for tensors without elements, so those do not reach them.
+    """
+
+    impl_id = "vendor.ascend"
+    kind = BackendImplKind.VENDOR
+    vendor = "ascend"
+    device_types = ("npu",)
+    requires = ("torch", "torch_npu")
+
+    def load(self) -> None:
+        """Import torch_npu and make sure that it and the chip are of those that are known.
+
+        Raises:
+            ImportError: the loader's own, where CANN is not there.
+            RuntimeError: an operator is missing, or the chip is of another family.
+        """
+        import torch
+        import torch_npu
+
+        release = Version(Version(torch_npu.__version__).base_version)
+        if not OLDEST <= Version(f"{release.major}.{release.minor}") <= NEWEST:
+            logger.warning(
+                "torch_npu %s is not of the releases that vendor.ascend was written for "
+                "(%s to %s); compare with `vllm-fl verify`",
+                torch_npu.__version__,
+                OLDEST,
+                NEWEST,
+            )
+        missing = [name for name in OPERATORS if not hasattr(torch.ops.npu, name)]
+        if missing:
+            raise RuntimeError(f"torch_npu {torch_npu.__version__} has no {', '.join(missing)}")
+        # The first call that touches the device: this runs in the worker, behind every fork.
+        soc = torch_npu.npu.get_soc_version()
+        if not any(soc in versions for versions in CHIPS.values()):
+            raise RuntimeError(
+                f"this chip ({torch_npu.npu.get_device_name()}, version {soc}) is neither of "
+                f"{' nor of '.join(CHIPS)}: several of the operators are documented for those alone"
+            )
+
+
+backend = AscendBackend()
