@@ -45,7 +45,9 @@ def route_rows() -> list[dict[str, Any]]:
                 binding.decision.reason,
             )  # fmt: skip
             row["bound"] += 1
-            _reject(row, ((r.impl_id, r.reason) for r in binding.decision.rejected()))
+            # Those for other devices are no candidates here; `explain` names them.
+            here = [r for r in binding.decision.rejected() if r.code != "device"]
+            _reject(row, ((r.impl_id, r.reason) for r in here))
             for impl_id, reasons in binding.call_rejections.items():
                 _reject(row, ((impl_id, f"some calls: {reason}") for reason in reasons))
             if id(served.calls) in counted:

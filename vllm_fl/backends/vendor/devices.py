@@ -40,7 +40,8 @@ __all__ = [
     "survey",
 ]
 
-VENDORS: tuple[VendorDevice, ...] = (CPU, *DEVICES)
+VENDORS: tuple[VendorDevice, ...] = (CPU, *sorted(DEVICES, key=lambda info: info.name != "cuda"))
+"""Every vendor; whose device type others share, before them."""
 
 _BY_NAME = {info.name: info for info in VENDORS}
 _TORCH_MARKS = ("__hcu_version__", "corex", "cuda", "hip", "xpu")
