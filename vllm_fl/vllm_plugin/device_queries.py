@@ -1,0 +1,63 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Questions about a device before anything has been initialised on it.
+
+On NVIDIA they go to NVML, so that vLLM can still fork its workers; elsewhere torch's module of
+the device type answers, which initialises the device.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from ..backends.vendor.device_table import VendorDevice
+
+__all__ = ["capability", "memory", "name"]
+
+
+def _ask_nvml(index: int, ask: Callable[[Any, Any], Any]) -> Any:
+    from vllm.utils.import_utils import import_pynvml
+
+    pynvml = import_pynvml()
+    pynvml.nvmlInit()
+    try:
+        return ask(pynvml, pynvml.nvmlDeviceGetHandleByIndex(index))
+    finally:
+        pynvml.nvmlShutdown()
+
+
+def _torch_module(device: VendorDevice) -> Any:
+    import torch
+
+    return getattr(torch, device.device_type)
+
+
+def capability(device: VendorDevice, index: int) -> tuple[int, int] | None:
+    """(major, minor) of CUDA's compute capability; None where there is no such thing."""
+    if device.name == "cuda":
+        major, minor = _ask_nvml(
+            index, lambda nvml, handle: nvml.nvmlDeviceGetCudaComputeCapability(handle)
+        )
+        return int(major), int(minor)
+    if device.device_type != "cuda":
+        return None
+    major, minor = _torch_module(device).get_device_capability(index)
+    return int(major), int(minor)
+
+
+def name(device: VendorDevice, index: int) -> str:
+    """The device's name."""
+    if device.name == "cuda":
+        found = _ask_nvml(index, lambda nvml, handle: nvml.nvmlDeviceGetName(handle))
+        return found.decode() if isinstance(found, bytes) else str(found)
+    return str(_torch_module(device).get_device_name(index))
+
+
+def memory(device: VendorDevice, index: int) -> int:
+    """The device's memory in bytes."""
+    if device.name == "cuda":
+        return int(
+            _ask_nvml(index, lambda nvml, handle: nvml.nvmlDeviceGetMemoryInfo(handle)).total
+        )
+    return int(_torch_module(device).get_device_properties(index).total_memory)

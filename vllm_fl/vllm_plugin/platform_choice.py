@@ -1,0 +1,100 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Whether vllm_fl offers vLLM a platform: only where vLLM has none that works.
+
+vLLM asks while `import vllm` is still running, so no torch and next to nothing of vLLM is imported
+here.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+from importlib.metadata import EntryPoint, entry_points
+from pathlib import Path
+
+from ..backends.vendor.devices import detect
+from ..dispatch.config import load_config
+from ..dispatch.log import logger
+
+__all__ = ["GROUP", "PLATFORM", "choose", "has_extension", "offer"]
+
+GROUP = "vllm.platform_plugins"
+PLATFORM = "vllm_fl.vllm_plugin.platform.PlatformFL"
+
+_SERVED_BY_VLLM = {"cuda": "cuda", "rocm": "cuda", "xpu": "xpu", "cpu": "cpu"}
+"""Vendors for whose device vLLM has a platform of its own, and the device type."""
+
+
+def offer() -> str | None:
+    """The entry point: the platform's path where vllm_fl steps in, else None."""
+    path, reason = choose()
+    if path is not None:
+        logger.info("vllm_fl's platform steps in: %s", reason)
+    return path
+
+
+def choose() -> tuple[str | None, str]:
+    """The platform's path or None, and why.
+
+    Raises:
+        ConfigError: the configuration is wrong. vLLM swallows it here; the general plugin raises
+            it again, where it is shown.
+    """
+    config = load_config()
+    if not config.enabled:
+        return None, "VLLM_FL_ENABLED=0"
+    asked = config.platform
+    device = detect(asked)
+    if device.device_type == "cpu":
+        return None, "the device is a CPU, which vLLM's own platform serves"
+    extension = has_extension()
+    if asked is None and device.vendor in _SERVED_BY_VLLM and extension:
+        return None, f"vLLM has a platform for {device.vendor}, and its compiled extension is here"
+    rival = _other_plugin()
+    if rival is not None:
+        if asked is None:
+            logger.info("vllm_fl's platform stays back: the platform plugin '%s' is active", rival)
+            return None, f"the platform plugin '{rival}' is active"
+        logger.warning(
+            "VLLM_FL_PLATFORM=%s asks for vllm_fl's platform, and the platform plugin '%s' is "
+            "active too: vLLM refuses two. Set VLLM_PLUGINS to leave one out.",
+            asked,
+            rival,
+        )
+    if asked is not None:
+        return PLATFORM, f"VLLM_FL_PLATFORM={asked}"
+    if device.vendor in _SERVED_BY_VLLM:
+        return PLATFORM, "this vLLM has no compiled extension"
+    return PLATFORM, f"vLLM has no platform for {device.vendor}"
+
+
+def has_extension() -> bool:
+    """Whether vLLM was installed with its compiled extension; nothing is imported."""
+    spec = importlib.util.find_spec("vllm")
+    folders = spec.submodule_search_locations if spec is not None else None
+    return any(next(Path(folder).glob("_C*.so"), None) for folder in folders or ())
+
+
+def _allowed(name: str) -> bool:
+    """Whether VLLM_PLUGINS lets vLLM load a plugin; unset lets it load all."""
+    from vllm import envs  # imported by the time that vLLM asks
+
+    listed = envs.VLLM_PLUGINS
+    return listed is None or name in listed
+
+
+def _other_plugin() -> str | None:
+    """The name of another allowed platform plugin that offers a platform."""
+    for point in entry_points(group=GROUP):
+        if point.value.partition(":")[0] == __name__ or not _allowed(point.name):
+            continue
+        if _offers(point):
+            return point.name
+    return None
+
+
+def _offers(point: EntryPoint) -> bool:
+    try:
+        return point.load()() is not None
+    except Exception as error:
+        logger.debug("the platform plugin '%s' failed: %r", point.name, error)
+        return False
