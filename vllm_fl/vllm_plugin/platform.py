@@ -9,6 +9,8 @@ vllm_fl's dispatch serves them as everywhere.
 
 from __future__ import annotations
 
+import contextlib
+import importlib
 from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
@@ -18,6 +20,7 @@ from vllm.v1.attention.backends.registry import AttentionBackendEnum
 from ..backends.vendor.devices import detect, device_of
 from ..dispatch.config import load_config
 from . import device_queries, shims
+from .platform_choice import has_extension
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
@@ -26,6 +29,9 @@ __all__ = ["PlatformFL", "refusal"]
 
 _DEVICE = device_of(detect(load_config().platform).vendor)
 _WORKER = "vllm_fl.vllm_plugin.worker.Worker"
+_EXTENSIONS = ("_C_stable_libtorch", "_moe_C_stable_libtorch", "_C", "_moe_C")
+"""The names of vLLM's extensions in the releases."""
+
 _ATTENTION = (AttentionBackendEnum.TRITON_ATTN, AttentionBackendEnum.FLEX_ATTENTION)
 """The attention backends in vLLM that need no compiled extension."""
 
@@ -67,8 +73,12 @@ class PlatformFL(Platform):
 
     @classmethod
     def import_kernels(cls) -> None:
-        """There are none: what is missing stands in `shims`."""
-        shims.install(cls.device_type)
+        """vLLM's extensions where they were built after all; what is missing stands in `shims`."""
+        if has_extension():
+            for name in _EXTENSIONS:
+                with contextlib.suppress(ImportError):
+                    importlib.import_module(f"vllm.{name}")
+        shims.install()
 
     @classmethod
     def check_and_update_config(cls, vllm_config: VllmConfig) -> None:
@@ -84,7 +94,7 @@ class PlatformFL(Platform):
                 "unquantized models on one device. Use a vLLM with its compiled extension, or the "
                 "vendor's own platform plugin."
             )
-        shims.install(cls.device_type)
+        cls.import_kernels()
         parallel = vllm_config.parallel_config
         if parallel.worker_cls == "auto":
             parallel.worker_cls = _WORKER

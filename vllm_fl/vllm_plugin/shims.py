@@ -67,7 +67,7 @@ def installed() -> tuple[Shim, ...]:
     return tuple(_installed.values())
 
 
-def install(device_type: str) -> None:
+def install() -> None:
     """Put in place what is missing. A second time changes nothing."""
     global _library
     if _library is None:
