@@ -3,10 +3,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
-from torch._subclasses.fake_tensor import FakeTensorMode
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 
 from ..dispatch.types import ACCEPTED, Rejected, Verdict, as_verdict
 from .target import Target, facts_of
@@ -35,7 +37,7 @@ def fake_arguments(args: tuple[Any, ...], mode: FakeTensorMode) -> tuple[Any, ..
 
 def fake_verdict(target: Target, args: tuple[Any, ...]) -> Verdict | str:
     """What the guards say of fake tensors, or how they failed on them."""
-    with FakeTensorMode() as mode:
+    with FakeTensorMode() as mode, _without_addresses():
         try:
             return verdict_on(target, fake_arguments(args, mode))
         except Exception as error:
@@ -43,3 +45,17 @@ def fake_verdict(target: Target, args: tuple[Any, ...]) -> Verdict | str:
                 "a guard reads more than metadata: on fake tensors it raised "
                 f"{type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}"
             )
+
+
+@contextmanager
+def _without_addresses() -> Iterator[None]:
+    """A fake tensor answers 0 when it is asked for its address; inside, it refuses."""
+
+    def refuse(self: FakeTensor) -> int:
+        raise RuntimeError("a fake tensor has no address")
+
+    FakeTensor.data_ptr = refuse
+    try:
+        yield
+    finally:
+        del FakeTensor.data_ptr

@@ -16,7 +16,7 @@ from ..dispatch.errors import DispatchError
 from ..dispatch.types import OpImpl, Rejected
 from ..ops.contract import OpContract
 from .cases import COMPILE, cases_of, dtype_name, dtype_of
-from .child import Child, Job, start
+from .child import Child, Job, start, warm_up
 from .contracts import contract_of
 from .report import CaseResult, Kind, Report, Skip
 from .target import Target, device_facts
@@ -86,6 +86,10 @@ class Runner:
             RuntimeError: the kit itself failed.
         """
         waiting = deque((index, job, "") for index, job in enumerate(jobs))
+        if self._method == "fork":
+            warm_up(False)
+            if any(job.case == COMPILE for _, job, _ in waiting):
+                warm_up(True)
         results: dict[int, CaseResult] = {}
 
         def done(running: _Running, result: CaseResult) -> None:
