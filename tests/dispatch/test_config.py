@@ -16,7 +16,7 @@ from vllm_fl.dispatch.config import (
 )
 from vllm_fl.dispatch.types import DeviceFacts, VendorInfo
 
-from .helpers import ROOT, SCALE, make_impl
+from .helpers import SCALE, make_impl
 
 VARIABLES = (
     "VLLM_FL_ENABLED, VLLM_FL_CONFIG, VLLM_FL_PREFER, VLLM_FL_STRICT, VLLM_FL_PER_OP, "
@@ -520,11 +520,24 @@ def test_whoever_prefers_a_kind_does_without_the_orders_of_the_shipped_policy(
     assert config.policy.flagos_blacklist == {"b"}
 
 
-def test_a_shipped_policy_is_found_by_the_devices_vendor_and_can_be_read() -> None:
-    assert shipped_policy(DeviceFacts("nobody", "cpu")) is None
-    for path in (ROOT / "vllm_fl" / "policies").glob("*.yaml"):
-        assert shipped_policy(DeviceFacts(path.stem, "cpu")) == path
-        load_config({}, shipped=path)
+@pytest.mark.parametrize(
+    ("product", "found"),
+    [
+        ("NVIDIA H200", "nvidia_h200.yaml"),
+        ("NVIDIA H200 NVL", "nvidia_h200.yaml"),
+        ("NVIDIA A100-SXM4-80GB", "nvidia.yaml"),
+        ("", "cuda.yaml"),
+        ("Somebody's GPU", "cuda.yaml"),
+    ],
+)
+def test_the_most_particular_shipped_policy_of_a_device_counts(tmp_path, product, found) -> None:
+    for name in ("nvidia.yaml", "nvidia_h200.yaml", "cuda.yaml"):
+        (tmp_path / name).touch()
+    assert shipped_policy(DeviceFacts("cuda", "cuda", product), tmp_path) == tmp_path / found
+
+
+def test_a_device_without_a_shipped_policy_has_none(tmp_path) -> None:
+    assert shipped_policy(DeviceFacts("nobody", "cpu"), tmp_path) is None
 
 
 def test_a_broken_shipped_policy_is_named_without_its_folder(tmp_path: Path) -> None:

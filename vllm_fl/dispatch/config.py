@@ -9,6 +9,7 @@ device's shipped policy, then the default. ``op_backends`` merges op by op; deny
 from __future__ import annotations
 
 import os
+import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from pathlib import Path
@@ -220,10 +221,17 @@ def load_config(
     return _merge(given)
 
 
-def shipped_policy(device: DeviceFacts) -> Path | None:
-    """The policy file that ships with vllm_fl for a device's vendor, or None."""
-    path = Path(__file__).parent.parent / "policies" / f"{device.vendor}.yaml"
-    return path if path.is_file() else None
+def shipped_policy(device: DeviceFacts, folder: Path | None = None) -> Path | None:
+    """The policy file that ships with vllm_fl for a device, or None.
+
+    The most particular one counts: for "NVIDIA H200" `nvidia_h200.yaml`, else `nvidia.yaml`, else
+    the vendor's, `cuda.yaml`.
+    """
+    folder = folder or Path(__file__).parent.parent / "policies"
+    words = re.findall(r"[a-z0-9]+", device.name.lower())
+    names = ["_".join(words[:count]) for count in range(len(words), 0, -1)]
+    paths = (folder / f"{name}.yaml" for name in (*names, device.vendor))
+    return next((path for path in paths if path.is_file()), None)
 
 
 def _from_environ(environ: Mapping[str, str]) -> _Given:

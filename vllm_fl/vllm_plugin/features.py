@@ -4,9 +4,11 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 from types import MappingProxyType
 
 from ..backends.vendor.devices import VENDORS, detect, facts_of
+from ..dispatch.log import logger
 from ..dispatch.types import DeviceFacts, VendorInfo
 
 __all__ = ["batch_invariant", "platform_device", "platform_has_kernels"]
@@ -18,6 +20,19 @@ def platform_device(known: Mapping[str, VendorInfo] = MappingProxyType({})) -> D
     Args:
         known: vendors beside those of the device table, e.g. those that plugins brought.
     """
+    facts = _facts_of_platform(known)
+    if facts.vendor != "cuda" or facts.name:
+        return facts
+    from vllm.platforms import current_platform
+
+    try:  # of NVIDIA's library, which leaves CUDA alone; a shipped policy may be for the product
+        return replace(facts, name=str(current_platform.get_device_name() or ""))
+    except Exception as error:
+        logger.debug("the GPU's name is not known: %r", error)
+        return facts
+
+
+def _facts_of_platform(known: Mapping[str, VendorInfo]) -> DeviceFacts:
     from vllm.platforms import current_platform
 
     if current_platform.is_cpu():
