@@ -27,6 +27,7 @@ from .checks import (
     Takes,
 )
 from .served import KeptBySubclasses
+from .surface_functions import FUNCTIONS
 from .surface_layers import LAYERS
 
 __all__ = ["ALIASES", "RELEASES", "SURFACE", "Release"]
@@ -411,6 +412,6 @@ ATTENTION = (
 )
 
 SURFACE: tuple[Entry, ...] = (
-    *PROCESSES, *ENVIRONMENT, *PLATFORM, *CONFIGURATION, *WORKERS, *RPC, *LAYERS, *ATTENTION,
-    *DEMO,
+    *PROCESSES, *ENVIRONMENT, *PLATFORM, *CONFIGURATION, *WORKERS, *RPC, *LAYERS, *FUNCTIONS,
+    *ATTENTION, *DEMO,
 )  # fmt: skip

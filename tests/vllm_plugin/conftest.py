@@ -26,7 +26,7 @@ def _as_before() -> Iterator[None]:
     records.clear()
     assert hooks.installed() == ()
     yield
-    hooks.uninstall_all()
+    plugin.unregister()
     left = [hook.name for hook in hooks.installed()]
     reset_default_manager()
     records.clear()

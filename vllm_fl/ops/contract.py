@@ -136,6 +136,8 @@ class OpContract:
         canonical: maps (outputs, arguments) to outputs that can be compared element by
             element, where the op leaves an order open (ties, the order within a group).
         without: those of NEEDED_CASES that cannot apply to the op, each with the reason.
+        strided: the strides of the outputs depend on more than their shapes, as the fake says;
+            False: they are contiguous.
         batched: arguments whose first dimension is the tokens, each of which is computed
             alone; the first dimension of every output is the same. Empty where tokens meet.
         call_sites: where vLLM calls for it; empty: it is there for callers of the library.
@@ -155,6 +157,7 @@ class OpContract:
     magnitude: Callable[..., tuple[torch.Tensor | None, ...]] | None = None
     canonical: Callable[..., tuple[torch.Tensor | None, ...]] | None = None
     without: Mapping[str, str] = field(default_factory=dict)
+    strided: bool = False
     batched: tuple[str, ...] = ()
     call_sites: tuple[CallSite, ...] = ()
     source: str = ""

@@ -5,7 +5,8 @@ A compiler sees one node with the contract's schema. Its body looks up the bindi
 made when it was built, runs the guards on real tensors, calls, and counts there. Nothing of the
 choice is traced, so none of it can be baked into an artifact.
 
-The functional form returns new contiguous tensors, as the fake promises. The in-place form
+The functional form returns new tensors, laid out as the fake promises: contiguous, unless the
+contract says that strides depend on the arguments (`strided`). The in-place form
 `<op>_` writes its arguments and returns nothing.
 """
 
@@ -150,15 +151,24 @@ def _functional(contract: OpContract) -> Callable[..., Any]:
     def body(*args: Any, binding: str = "", **kwargs: Any) -> Any:
         result = _run(contract, binding, args, kwargs)
         given = _storages((*args, *kwargs.values()))
+        outputs = result if isinstance(result, tuple) else (result,)
+        promised: tuple[Any, ...] = (None,) * len(outputs)
+        if contract.strided:
+            fake = contract.fake(*args, **kwargs)
+            promised = fake if isinstance(fake, tuple) else (fake,)
 
-        def own(t: torch.Tensor) -> torch.Tensor:
-            t = t.contiguous()
+        def own(t: torch.Tensor | None, like: torch.Tensor | None) -> torch.Tensor:
+            if t is None:  # a torch op cannot return None: it has no elements instead
+                return outputs[0].new_empty(0)
+            if like is None:
+                # Without elements any strides count as contiguous, but a graph expects the fake's.
+                t = t.contiguous() if t.numel() else t.new_empty(t.shape)
+            elif t.stride() != like.stride():
+                t = like.copy_(t)
             return t.clone() if _storages((t,)) & given else t
 
-        if isinstance(result, tuple):
-            # A torch op cannot return None: an output that is not there has no elements.
-            return tuple(result[0].new_empty(0) if t is None else own(t) for t in result)
-        return own(result)
+        owned = tuple(map(own, outputs, promised))
+        return owned if isinstance(result, tuple) else owned[0]
 
     return body
 

@@ -12,7 +12,15 @@ from typing import Any
 
 from ..dispatch.log import logger
 
-__all__ = ["Hook", "awaited", "install", "installed", "uninstall_all", "when_imported"]
+__all__ = [
+    "Hook",
+    "awaited",
+    "install",
+    "installed",
+    "uninstall",
+    "uninstall_all",
+    "when_imported",
+]
 
 _MISSING = object()
 
@@ -56,7 +64,7 @@ class Hook:
 
 
 _hooks: dict[str, Hook] = {}
-_awaited: dict[str, Callable[[ModuleType], None]] = {}
+_awaited: dict[str, list[Callable[[ModuleType], None]]] = {}
 
 
 def _own(owner: Any, attribute: str) -> Any:
@@ -75,6 +83,9 @@ def install(owner: Any, attribute: str, make: Callable[[Any], Any], *, purpose: 
     if name in _hooks and not _hooks[name].taken_out:
         return _hooks[name]
     original = _own(owner, attribute)
+    for hook in _hooks.values():
+        if hook.replacement is original:  # imported by name from where it was replaced already
+            original = hook.original
     replacement = make(None if original is _MISSING else original)
     setattr(owner, attribute, replacement)
     hook = _hooks[name] = Hook(name, purpose, owner, attribute, original, replacement)
@@ -102,7 +113,9 @@ def when_imported(module_name: str, act: Callable[[ModuleType], None]) -> None:
     if module is not None and not executing:
         act(module)
         return
-    _awaited[module_name] = act
+    acts = _awaited.setdefault(module_name, [])
+    if act not in acts:
+        acts.append(act)
     if _Finder not in sys.meta_path:
         sys.meta_path.insert(0, _Finder)
 
@@ -126,8 +139,7 @@ class _Finder:
 
         def exec_module(module: ModuleType) -> None:
             execute(module)
-            act = _awaited.pop(name, None)
-            if act is not None:
+            for act in _awaited.pop(name, ()):
                 act(module)
 
         spec.loader.exec_module = exec_module  # type: ignore[method-assign]
@@ -143,10 +155,16 @@ def uninstall_all() -> None:
     _awaited.clear()
     if _Finder in sys.meta_path:
         sys.meta_path.remove(_Finder)
-    for name, hook in reversed(list(_hooks.items())):
-        if hook.in_place:
-            hook.remove()
-        elif not hook.taken_out:
-            logger.warning("%s was replaced by somebody else; left as it is", name)
-            continue
-        del _hooks[name]
+    for hook in reversed(list(_hooks.values())):
+        uninstall(hook)
+
+
+def uninstall(hook: Hook) -> None:
+    """Take one hook back, as `uninstall_all` does."""
+    if hook.in_place:
+        hook.remove()
+    elif not hook.taken_out:
+        logger.warning("%s was replaced by somebody else; left as it is", hook.name)
+        return
+    if _hooks.get(hook.name) is hook:
+        del _hooks[hook.name]

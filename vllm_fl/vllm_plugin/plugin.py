@@ -39,11 +39,15 @@ def register() -> None:
         manager.set_device(platform_device(manager.known_vendors()))
     manager.ensure_initialized()
     _await_layers()
+    _await_functions()
     hooks.when_imported("vllm.v1.worker.worker_base", _hook_worker)
 
 
 def unregister() -> None:
     """Take every hook back. Layers that were built keep what they were bound to."""
+    from .functions.serve import release
+
+    release()
     hooks.uninstall_all()
 
 
@@ -79,14 +83,15 @@ def _fingerprint() -> str:
 
 
 def check_layer_names(config: Config) -> None:
-    """Refuse names in the OOT lists that no served layer has.
+    """Refuse names in the OOT lists that no served layer or function has.
 
     Raises:
         ConfigError: naming the source, and the valid names.
     """
+    from .functions import FUNCTIONS
     from .layers import LAYERS
 
-    valid = [spec.name for spec in LAYERS]
+    valid = [spec.name for spec in LAYERS] + [spec.op for spec in FUNCTIONS]
     for name in ("oot_whitelist", "oot_blacklist"):
         source = config.sources.get(name, name)
         check_names(config.values.get(name, ()), valid, what="layer", source=source)
@@ -98,6 +103,21 @@ def _await_layers() -> None:
     paths = (path for spec in LAYERS for path in spec.paths)
     for module_name in dict.fromkeys(path.partition(":")[0] for path in paths):
         hooks.when_imported(module_name, _hook_layers)
+
+
+def _await_functions() -> None:
+    from .functions import FUNCTIONS
+
+    for module_name in dict.fromkeys(
+        name for spec in FUNCTIONS for name in (spec.module_name, *spec.callers)
+    ):
+        hooks.when_imported(module_name, _hook_functions)
+
+
+def _hook_functions(module: ModuleType) -> None:
+    from .functions.serve import hook_module
+
+    hook_module(module)
 
 
 def _hook_layers(module: ModuleType) -> None:
@@ -180,11 +200,14 @@ def _prepare(vllm_config: Any) -> None:
 def _freezing(load_model: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(load_model)
     def load_and_freeze(*args: Any, **kwargs: Any) -> Any:
+        from .functions import FUNCTIONS
+        from .functions.serve import bind
         from .layers.serve import settle
         from .routes import log_summary
 
         result = load_model(*args, **kwargs)
         settle()
+        bind(FUNCTIONS)
         get_default_manager().freeze()
         log_summary()
         return result

@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The route table of a worker: for each op what serves it, in how many layers, how often."""
+"""The route table of a worker: for each op what serves it, in how many layers and functions of
+vLLM, how often."""
 
 from __future__ import annotations
 
@@ -9,7 +10,9 @@ from typing import Any
 from ..dispatch.default import get_default_manager
 from ..dispatch.log import logger
 from ..dispatch.policy import NATIVE
-from .layers.serve import records
+from .functions.serve import ServedFunction
+from .functions.serve import records as functions
+from .layers.serve import ServedLayer, records
 
 __all__ = ["RPC_NAME", "merge_rows", "route_rows", "rpc"]
 
@@ -17,23 +20,28 @@ RPC_NAME = "vllm_fl_dispatch"
 """The worker's method for `collective_rpc`."""
 
 _REPLACED = "somebody pointed its forward elsewhere after it was built"
+_REPLACED_FUNCTION = "somebody replaced it after it was bound"
+
+
+def _sites() -> list[ServedLayer | ServedFunction]:
+    layers = [record for record in list(records) if record.layer() is not None]
+    return [*layers, *(record for record in list(functions) if record.listed)]
 
 
 def route_rows() -> list[dict[str, Any]]:
     """One row per op, implementation and mode, JSON-ready.
 
-    Keys: op, impl_id, kind, mode, bound (layers), calls (counted since counting was switched
-    on), reason, rejected (a list of {"impl_id", "reason"}).
+    Keys: op, impl_id, kind, mode, bound (to how many layers and functions), calls (counted
+    since counting was switched on), reason, rejected (a list of {"impl_id", "reason"}).
     """
     rows: dict[tuple[str, str, str, str], dict[str, Any]] = {}
     counted: set[int] = set()  # layers share their counts where they share a graph's binding
-    for record in list(records):
-        if record.layer() is None:
-            continue
+    for record in _sites():
+        replaced = _REPLACED if isinstance(record, ServedLayer) else _REPLACED_FUNCTION
         for served in record.ops:
             binding = served.binding
             if binding is None or record.replaced:
-                reason = _REPLACED if record.replaced else served.native_reason
+                reason = replaced if record.replaced else served.native_reason
                 row = _row(rows, served.op, NATIVE, NATIVE, record.mode, reason)
                 row["bound"] += 1
                 continue
@@ -128,7 +136,8 @@ def rpc(worker: Any, request: str = "routes") -> dict[str, Any]:
     try:
         if request not in ("routes", "count", "uncount"):
             return {"error": f"unknown request {request!r}; valid: routes, count, uncount"}
-        for record in list(records) if request != "routes" else ():
+        sites: list[ServedLayer | ServedFunction] = [*records, *functions]
+        for record in sites if request != "routes" else ():
             if request == "count":
                 for served in record.ops:
                     served.calls.clear()

@@ -28,10 +28,12 @@ from ..compile import EAGER, explicitly_off, fused_by_vllm, layer_mode, opaque
 from ..features import batch_invariant, platform_has_kernels
 
 __all__ = [
+    "Asked",
     "BoundLayer",
     "LayerSpec",
     "ServedLayer",
     "ServedOp",
+    "bind_served",
     "choices",
     "note",
     "records",
@@ -46,9 +48,9 @@ _Facts = Mapping[str, Mapping[str, Any] | None]
 
 
 @dataclass(frozen=True, slots=True)
-class _Asked:
-    """Under what conditions a layer was built: vLLM's name of it, "eager" or "compiled",
-    whether `custom_ops` enables it, and whether its arguments may be written."""
+class Asked:
+    """Under what conditions an op is bound: vLLM's name of the layer or function, "eager" or
+    "compiled", whether `custom_ops` enables it, and whether its arguments may be written."""
 
     layer: str
     mode: str
@@ -162,7 +164,7 @@ class BoundLayer:
     """
 
     def __init__(
-        self, layer: Any, spec: LayerSpec, facts: _Facts, asked: _Asked, native: Any
+        self, layer: Any, spec: LayerSpec, facts: _Facts, asked: Asked, native: Any
     ) -> None:
         self.layer = layer
         self.spec = spec
@@ -224,8 +226,8 @@ def serve(layer: Any, spec: LayerSpec, base: type, *, donate: bool) -> None:
     mode = layer_mode()
     native = _why_native(layer, spec, base, mode)
     facts = spec.facts(layer)
-    asked = _Asked(spec.name, mode, bool(layer.enabled() or layer._enforce_enable), donate)
-    ops = tuple(_bind(op_name, of_op, asked, native) for op_name, of_op in facts.items())
+    asked = Asked(spec.name, mode, bool(layer.enabled() or layer._enforce_enable), donate)
+    ops = tuple(bind_served(op_name, of_op, asked, native) for op_name, of_op in facts.items())
     record = _record(layer, mode, ops)
     if any(served.binding is not None for served in ops):
         bound = BoundLayer(layer, spec, facts, asked, layer._forward_method)
@@ -261,7 +263,7 @@ def settle() -> None:
         bound.facts = facts
         with in_scope(bound.scope):
             record.ops = tuple(
-                _bind(op_name, of_op, bound.asked, None) for op_name, of_op in facts.items()
+                bind_served(op_name, of_op, bound.asked, None) for op_name, of_op in facts.items()
             )
         bound.take(record)
         if not any(served.binding is not None for served in record.ops):
@@ -302,9 +304,14 @@ def _own_forward(cls: type, base: type) -> str | None:
     return None
 
 
-def _bind(
-    op_name: str, facts: Mapping[str, Any] | None, asked: _Asked, native: str | None
+def bind_served(
+    op_name: str, facts: Mapping[str, Any] | None, asked: Asked, native: str | None
 ) -> ServedOp:
+    """Decide an op of a layer, or of a function, for which facts are None.
+
+    Args:
+        native: why vLLM's own code serves it, if that is settled already.
+    """
     if native is not None:
         return ServedOp(op_name, None, native)
     manager = get_default_manager()
