@@ -8,7 +8,14 @@ from types import ModuleType
 import pytest
 
 from vllm_fl.vllm_plugin import hooks
-from vllm_fl.vllm_plugin.hooks import awaited, install, installed, uninstall_all, when_imported
+from vllm_fl.vllm_plugin.hooks import (
+    awaited,
+    install,
+    installed,
+    uninstall,
+    uninstall_all,
+    when_imported,
+)
 
 
 class Base:
@@ -203,3 +210,46 @@ def test_uninstall_stops_waiting(waiting: str) -> None:
     assert awaited() == ()
     importlib.import_module(waiting)
     assert seen == []
+
+
+def test_two_who_wait_for_one_module_both_act_in_their_order(waiting: str) -> None:
+    seen: list[str] = []
+    when_imported(waiting, lambda module: seen.append("first"))
+    when_imported(waiting, lambda module: seen.append("second"))
+    importlib.import_module(waiting)
+    assert seen == ["first", "second"]
+
+
+def test_a_copy_that_was_imported_by_name_is_hooked_and_put_back_as_the_original() -> None:
+    there, here = ModuleType("there"), ModuleType("here")
+    original = there.act = lambda: 1
+    install(there, "act", lambda _: replacement, purpose="")
+    here.act = there.act  # from there import act
+    given = []
+    install(here, "act", lambda present: given.append(present) or replacement, purpose="")
+    assert given == [original]
+    uninstall_all()
+    assert (there.act, here.act) == (original, original)
+
+
+def replacement() -> int:
+    return 2
+
+
+def test_one_hook_is_taken_back_alone(owner) -> None:
+    first = install(owner, "own", louder, purpose="")
+    second = install(owner, "method", lambda _: lambda self: "hook", purpose="")
+    uninstall(first)
+    assert installed() == (second,)
+    assert (owner().own(), owner().method()) == ("own", "hook")
+    uninstall(second)
+    assert installed() == ()
+
+
+def test_one_hook_that_somebody_replaced_stays_listed(owner) -> None:
+    hook = install(owner, "own", louder, purpose="")
+    owner.own = lambda self: "theirs"
+    uninstall(hook)
+    assert installed() == (hook,)
+    owner.own = hook.replacement
+    uninstall(hook)

@@ -15,7 +15,6 @@ from .quantization_fp8 import (
     FP8_MAX,
     PER_TOKEN_GROUP_QUANT_FP8,
     SCALED_FP8_QUANT,
-    UTILS,
     rows,
 )
 
@@ -103,7 +102,7 @@ DYNAMIC_PER_TOKEN_QUANT_INT8 = OpContract(
     batched=("x",),
     call_sites=(
         CallSite(
-            f"{UTILS}.int8_utils:per_token_quant_int8",
+            "vllm.model_executor.layers.quantization.utils.int8_utils:per_token_quant_int8",
             "library only until the GPU backends serve it",
             ("cuda", "xpu"),
             "the INT8 mixture of experts",
@@ -279,7 +278,7 @@ W8A8_BLOCK_FP8_MATMUL = OpContract(
     batched=("A", "As"),
     call_sites=(
         CallSite(
-            f"{UTILS}.fp8_utils:w8a8_triton_block_scaled_mm",
+            "vllm.model_executor.layers.quantization.utils.fp8_utils:w8a8_triton_block_scaled_mm",
             "library only until the GPU backends serve it",
             ("cuda", "xpu"),
             "where neither CUTLASS, DeepGEMM nor FlashInfer takes the FP8 linear layer",

@@ -16,7 +16,7 @@ import torch
 from ..dispatch.types import OpSignature
 from .contract import CallSite, Case, OpContract, half_and_single
 
-__all__ = ["FP8", "FP8_MAX", "PER_TOKEN_GROUP_QUANT_FP8", "SCALED_FP8_QUANT", "UTILS", "rows"]
+__all__ = ["FP8", "FP8_MAX", "PER_TOKEN_GROUP_QUANT_FP8", "SCALED_FP8_QUANT", "rows"]
 
 _Tensors = tuple[torch.Tensor | None, ...]
 
@@ -24,9 +24,6 @@ FP8 = torch.float8_e4m3fn
 FP8_MAX = torch.finfo(FP8).max
 FP8_MIN_SCALE = 1.0 / (FP8_MAX * 512.0)
 """The least scale that vLLM gives a token: 448 times it is the smallest number of FP8, 2**-9."""
-
-UTILS = "vllm.model_executor.layers.quantization.utils"
-"""Where vLLM has its quantization functions."""
 
 _GPU = ("cuda", "xpu")
 
@@ -434,7 +431,7 @@ PER_TOKEN_GROUP_QUANT_FP8 = OpContract(
     batched=("x",),
     call_sites=(
         CallSite(
-            f"{UTILS}.fp8_utils:per_token_group_quant_fp8",
+            "vllm.model_executor.layers.quantization.utils.fp8_utils:per_token_group_quant_fp8",
             "library only until the GPU backends serve it",
             _GPU,
             "QuantFP8.forward_cuda and the MoE kernels; on CPU vLLM has no FP8 kernels",

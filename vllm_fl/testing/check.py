@@ -257,7 +257,9 @@ class _Run:
         written = self._written_argument(i, placed)
         if written is not None and share_memory(output, written):
             wanted, whose = written.stride(), "as the argument that it is"
-        elif all(a.is_contiguous() for a in placed.args if isinstance(a, torch.Tensor)):
+        elif not self.target.contract.strided and all(
+            a.is_contiguous() for a in placed.args if isinstance(a, torch.Tensor)
+        ):
             wanted, whose = _contiguous_strides(output), "contiguous"
         else:
             wanted, whose = fake.stride(), "as the contract's fake"
