@@ -77,6 +77,13 @@ def test_the_inplace_schemas_mark_exactly_what_the_signature_says() -> None:
         "moe_align_block_size": None,
         "moe_sum": None,
         "fused_experts": None,
+        "scaled_fp8_quant": None,
+        "per_token_group_quant_fp8": None,
+        "w8a8_block_fp8_matmul": None,
+        "dynamic_per_token_quant_int8": None,
+        "apply_repetition_penalties": "(Tensor(a!) logits, Tensor prompt_mask, "
+        "Tensor output_mask, Tensor repetition_penalties) -> ()",
+        "apply_top_k_top_p": "(Tensor(a!) logits, Tensor? k, Tensor? p) -> ()",
     }
 
 

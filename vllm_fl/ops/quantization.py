@@ -13,6 +13,7 @@ from .contract import CallSite, Case, OpContract, Tolerance, half_and_single
 from .quantization_fp8 import (
     FP8,
     FP8_MAX,
+    NOT_FINITE,
     PER_TOKEN_GROUP_QUANT_FP8,
     SCALED_FP8_QUANT,
     rows,
@@ -99,6 +100,7 @@ DYNAMIC_PER_TOKEN_QUANT_INT8 = OpContract(
     arrays={"x": "T[..., hidden]"},
     results=("int8[..., hidden]", "float32[..., 1]"),
     canonical=_without_empty_rows,
+    without={"inf and nan": NOT_FINITE},
     batched=("x",),
     call_sites=(
         CallSite(
@@ -275,6 +277,7 @@ W8A8_BLOCK_FP8_MATMUL = OpContract(
     },
     results=("T[..., n]",),
     constraints=("k_groups <= k", "n_groups <= n"),
+    without={"inf and nan": "FP8 of this kind has no infinity, and its NaN makes every sum NaN"},
     batched=("A", "As"),
     call_sites=(
         CallSite(

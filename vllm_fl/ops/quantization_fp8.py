@@ -16,7 +16,7 @@ import torch
 from ..dispatch.types import OpSignature
 from .contract import CallSite, Case, OpContract, half_and_single
 
-__all__ = ["FP8", "FP8_MAX", "PER_TOKEN_GROUP_QUANT_FP8", "SCALED_FP8_QUANT", "rows"]
+__all__ = ["FP8", "FP8_MAX", "NOT_FINITE", "PER_TOKEN_GROUP_QUANT_FP8", "SCALED_FP8_QUANT", "rows"]
 
 _Tensors = tuple[torch.Tensor | None, ...]
 
@@ -24,6 +24,9 @@ FP8 = torch.float8_e4m3fn
 FP8_MAX = torch.finfo(FP8).max
 FP8_MIN_SCALE = 1.0 / (FP8_MAX * 512.0)
 """The least scale that vLLM gives a token: 448 times it is the smallest number of FP8, 2**-9."""
+
+NOT_FINITE = "a scale computed from them is no number to divide by, and kernels differ"
+"""Why contracts have no cases with infinities and NaN."""
 
 _GPU = ("cuda", "xpu")
 
@@ -258,6 +261,10 @@ SCALED_FP8_QUANT = OpContract(
         "(float32[1] or float32[rows, 1])?",
     ),
     canonical=_without_padding,
+    without={
+        "leading shapes": "as vLLM's function, it takes rows",
+        "inf and nan": NOT_FINITE,
+    },
     call_sites=(
         CallSite(
             "vllm._custom_ops:scaled_fp8_quant",
@@ -427,6 +434,7 @@ PER_TOKEN_GROUP_QUANT_FP8 = OpContract(
     arrays={"x": "T[..., groups*group_size]"},
     results=("fp8[..., groups*group_size]", "float32[..., groups]"),
     canonical=_without_empty_groups,
+    without={"inf and nan": NOT_FINITE},
     strided=True,
     batched=("x",),
     call_sites=(

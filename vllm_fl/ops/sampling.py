@@ -99,6 +99,7 @@ APPLY_REPETITION_PENALTIES = OpContract(
         "repetition_penalties": "T[seqs]",
     },
     results=("T[seqs, vocab]",),
+    without={"leading shapes": "logits are one row for each sequence, as vLLM has them"},
     batched=("logits", "prompt_mask", "output_mask", "repetition_penalties"),
     call_sites=(
         CallSite(
@@ -293,6 +294,10 @@ APPLY_TOP_K_TOP_P = OpContract(
     arrays={"logits": "T[seqs, vocab]", "k": "index[seqs]?", "p": "T[seqs]?"},
     results=("T[seqs, vocab]",),
     canonical=_canonical,
+    without={
+        "leading shapes": "logits are one row for each sequence, as vLLM has them",
+        "inf and nan": "with +inf or NaN there is no probability; masked tokens have -inf",
+    },
     batched=("logits", "k", "p"),
     call_sites=(
         CallSite(
