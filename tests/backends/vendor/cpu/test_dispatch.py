@@ -56,9 +56,8 @@ def memory_of(x: torch.Tensor) -> int:
     return x.untyped_storage().data_ptr()
 
 
-def test_every_op_but_the_selector_has_a_case_here():
-    assert set(CASES) == {name for name, sig in SIGNATURES.items() if not sig.selector}
-    assert set(VENDOR) == set(SIGNATURES)
+def test_every_op_of_the_vendor_but_the_selector_has_a_case_here():
+    assert set(CASES) == {name for name in VENDOR if not SIGNATURES[name].selector}
 
 
 @each_dtype
