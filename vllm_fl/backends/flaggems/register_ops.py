@@ -1,0 +1,15 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Registers what is taken from FlagGems."""
+
+from __future__ import annotations
+
+from ...dispatch.registry import OpRegistry
+from .flaggems import backend
+from .impl import activation, normalization, rotary  # noqa: F401  (importing marks them)
+
+__all__ = ["register_builtins"]
+
+
+def register_builtins(registry: OpRegistry) -> None:
+    """Register every function that the impl modules marked."""
+    registry.register_many(backend.implementations)
