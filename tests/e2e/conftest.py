@@ -123,6 +123,7 @@ class Engines:
         prompts: Sequence[Any] | None = None,
         max_tokens: int = 64,
         logprobs: bool = True,
+        sampling: Mapping[str, Any] | None = None,
         fails: bool = False,
         **llm: Any,
     ) -> dict[str, Any]:
@@ -130,10 +131,12 @@ class Engines:
         "log".
 
         Args:
-            model: "demo", or "tiny", which has no tokenizer.
+            model: "demo", or one without a tokenizer: "tiny" (a Qwen3), "tiny_llama" or
+                "tiny_gemma".
             changes: of the environment, see `environment`.
-            prompts: None takes 8 texts for "demo", 8 lists of token ids for "tiny".
+            prompts: None takes 8 texts for "demo", 8 lists of token ids for the others.
             logprobs: of the prompts, too.
+            sampling: more arguments of SamplingParams.
             fails: it is expected to fail; then the log is all there is.
             **llm: arguments of vllm.LLM beside the usual ones.
         """
@@ -143,7 +146,7 @@ class Engines:
         request = {
             "llm": {
                 "model": str(self._request.getfixturevalue(f"{model}_model")),
-                "skip_tokenizer_init": model == "tiny",
+                "skip_tokenizer_init": model != "demo",
                 "dtype": "float32",
                 "enforce_eager": True,
                 "max_model_len": 256,
@@ -158,6 +161,7 @@ class Engines:
                 "max_tokens": max_tokens,
                 "ignore_eos": True,
                 "prompt_logprobs": 0 if logprobs else None,
+                **(sampling or {}),
             },
             "routes": has_plugin,
         }
@@ -206,10 +210,25 @@ def demo_model() -> Path:
     return demo_model_module.prepare()
 
 
+def write_tiny(folder: Path, family: str) -> Path:
+    code = "import pathlib, sys, models; models.tiny(pathlib.Path(sys.argv[1]), sys.argv[2])"
+    run_process([sys.executable, "-c", code, folder, family], {"PYTHONPATH": str(HERE)})
+    return folder
+
+
 @pytest.fixture(scope="session")
 def tiny_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A Qwen3 of two layers with random weights: norms over heads, which are slices."""
-    folder = tmp_path_factory.mktemp("tiny_qwen3")
-    code = "import pathlib, sys, models; models.tiny_qwen3(pathlib.Path(sys.argv[1]))"
-    run_process([sys.executable, "-c", code, folder], {"PYTHONPATH": str(HERE)})
-    return folder
+    return write_tiny(tmp_path_factory.mktemp("tiny_qwen3"), "qwen3")
+
+
+@pytest.fixture(scope="session")
+def tiny_llama_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A Llama of two layers with random weights."""
+    return write_tiny(tmp_path_factory.mktemp("tiny_llama"), "llama")
+
+
+@pytest.fixture(scope="session")
+def tiny_gemma_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A Gemma of two layers with random weights: norms that add 1 to their weight, and gelu."""
+    return write_tiny(tmp_path_factory.mktemp("tiny_gemma"), "gemma")

@@ -161,6 +161,21 @@ class Accepts:
 
 
 @dataclass(frozen=True, slots=True)
+class OnlySince:
+    """A check of what stands under a name since a release; before it, that was something else,
+    which vllm_fl leaves alone."""
+
+    version: str
+    check: Check
+    before: str
+
+    def look(self, source: Source, found: Definition) -> Finding:
+        if not in_range(source.version, self.version, None):
+            return Finding("ok", self.before)
+        return self.check.look(source, found)
+
+
+@dataclass(frozen=True, slots=True)
 class Sets:
     """A method that gives `self` these attributes."""
 

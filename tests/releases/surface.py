@@ -56,6 +56,10 @@ ALIASES = {
     "vllm.model_executor.models.transformers.layers:RMSNorm": (
         "vllm.model_executor.layers.layernorm:RMSNorm"
     ),
+    # It has no twin.
+    "vllm.model_executor.models.transformers.layers:GemmaRMSNorm": (
+        "vllm.model_executor.layers.layernorm:GemmaRMSNorm"
+    ),
 }
 """What a release makes at run time, and the class to read instead."""
 

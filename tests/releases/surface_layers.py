@@ -10,10 +10,12 @@ from .checks import (
     Entry,
     IsA,
     MentionedOnlyIn,
+    OnlySince,
     Sets,
     Takes,
 )
 from .served import DispatchesTo, ForwardsTake, Known, Subclasses
+from .surface_activations import ACTIVATIONS
 
 __all__ = ["LAYERS"]
 
@@ -24,7 +26,12 @@ HW_NORM = "vllm.model_executor.hw_agnostic.layers.layernorm:RMSNorm"
 SILU = "vllm.model_executor.layers.activation:SiluAndMul"
 HW_SILU = "vllm.model_executor.hw_agnostic.layers.activation:SiluAndMul"
 GELU = "vllm.model_executor.layers.activation:GeluAndMul"
+GEMMA = "vllm.model_executor.layers.layernorm:GemmaRMSNorm"
+GATED = "vllm.model_executor.layers.layernorm:RMSNormGated"
+LAYER_NORM = "vllm.model_executor.layers.layernorm:LayerNorm"
+LAYER_NORM_SINCE = "0.32.0"
 ROTARY = "vllm.model_executor.layers.rotary_embedding.base:RotaryEmbedding"
+MROTARY = "vllm.model_executor.layers.rotary_embedding.mrope:MRotaryEmbedding"
 HW_SINCE = "0.28.0"
 
 NORM_FACTS = ("hidden_size", "variance_epsilon", "variance_size_override", "has_weight", "weight")
@@ -107,6 +114,149 @@ ROTARIES = (
     _rotary("TeleChat3RoPEScaledRotaryEmbedding", "telechat3_scaling_rope", gone="0.30.0"),
     _rotary("XDRotaryEmbedding", "xdrope", OWN, gone="0.30.0"),
     _rotary("YaRNScalingRotaryEmbedding", "yarn_scaling_rope"),
+)
+
+NORMS = (
+    Entry(
+        GEMMA,
+        "served; its subclasses are those that are known",
+        (
+            IsA(CUSTOM_OP),
+            Decorated("CustomOp.register('gemma_rms_norm')"),
+            ForwardsTake("x, residual=None"),
+            Subclasses(
+                (
+                    Known(
+                        "vllm.model_executor.models.transformers.fusers.rms_norm:"
+                        "TPAwareGemmaRMSNorm"
+                    ),
+                ),
+            ),
+        ),
+    ),
+    Entry(
+        f"{GEMMA}.__init__",
+        "wrapped; its facts, and the arguments of the op",
+        (Sets(("weight", "variance_epsilon")),),
+    ),
+    Entry(
+        f"{GEMMA}.forward_native",
+        "the op's formula; leaves x and the residual as they are, so another implementation must",
+        (
+            Does("self.weight.float() + 1.0"),
+            Does("ir.ops.rms_norm(x, weight, self.variance_epsilon)"),
+            Does("ir.ops.fused_add_rms_norm(x, residual, weight, self.variance_epsilon)"),
+        ),
+    ),
+    Entry(f"{GEMMA}.forward_cuda", "the same", (Does("self.forward_native(x, residual)"),)),
+    Entry(
+        GATED,
+        "served; nobody inherits from it (others of its name do have heirs)",
+        (
+            IsA(CUSTOM_OP),
+            Decorated("CustomOp.register('rms_norm_gated')"),
+            ForwardsTake("x, z=None"),
+            Subclasses(),
+        ),
+    ),
+    Entry(
+        f"{GATED}.__init__",
+        "wrapped; its facts, and the arguments of the op",
+        (Sets(("eps", "activation", "weight", "group_size", "norm_before_gate")),),
+    ),
+    Entry(
+        f"{GATED}.forward_static",
+        "the op's formula",
+        (
+            Does("x = x.float()"),
+            Does("activation in ['silu', 'sigmoid', 'swish']"),
+            Does("F.sigmoid if activation == 'sigmoid' else F.silu"),
+            Does("x * torch.rsqrt(variance + epsilon)"),
+            Does("out = out * act_fn(z)"),
+            Does("return out.to(orig_dtype)"),
+        ),
+    ),
+    Entry(
+        LAYER_NORM,
+        "served where it is a CustomOp; its __init__ is wrapped, and nobody inherits from it",
+        tuple(
+            OnlySince(LAYER_NORM_SINCE, check, "a plain module, left alone")
+            for check in (
+                IsA(CUSTOM_OP),
+                Decorated("CustomOp.register('layer_norm')"),
+                ForwardsTake("x"),
+                Subclasses(),
+            )
+        ),
+    ),
+    Entry(
+        f"{LAYER_NORM}.__init__",
+        "its facts, and the arguments of the op",
+        (
+            OnlySince(
+                LAYER_NORM_SINCE,
+                Sets(("normalized_shape", "eps", "weight", "bias")),
+                "a plain module, left alone",
+            ),
+        ),
+    ),
+    Entry(
+        f"{LAYER_NORM}.forward_native",
+        "the op's formula",
+        (
+            Does(
+                "F.layer_norm(x, self.normalized_shape, self.weight, self.bias, self.eps)",
+            ),
+        ),
+        LAYER_NORM_SINCE,
+    ),
+    Entry(
+        f"{LAYER_NORM}._compute_dtype",
+        "the wider dtype of the two",
+        (Does("torch.promote_types(x.dtype, self.weight.dtype)"),),
+        LAYER_NORM_SINCE,
+    ),
+)
+
+MROTARIES = (
+    Entry(
+        MROTARY,
+        "served; its __init__ is wrapped, and its subclasses are those that are known",
+        (
+            IsA(f"{ROTARY}Base"),
+            Built(),
+            ForwardsTake("positions, query, key=None, offsets=None"),
+            Subclasses(
+                (
+                    _rotary("BailingMRotaryEmbedding", "bailing_mrope", OWN, since="0.30.0"),
+                    _rotary("Ernie4_5_VLRotaryEmbedding", "ernie45_vl_rope", OWN),
+                    _rotary("MRotaryEmbeddingInterleaved", "mrope_interleaved", "own forward"),
+                ),
+                once=("use_flashinfer", "use_aiter"),
+            ),
+        ),
+    ),
+    Entry(
+        f"{MROTARY}.__init__",
+        "its facts, and the arguments of the op",
+        (Sets(("mrope_section", "mrope_interleaved")),),
+    ),
+    Entry(
+        f"{MROTARY}.forward_native",
+        "the op's formula; a key is needed, and sections for positions of two dimensions",
+        (
+            Does("assert key is not None"),
+            Does("assert self.mrope_section"),
+            Does("cos_sin_cache[positions]"),
+            Does("apply_interleaved_rope(cos, self.mrope_section)"),
+            Does("cos.split(self.mrope_section, dim=-1)"),
+        ),
+    ),
+    Entry(
+        "vllm.model_executor.layers.rotary_embedding.mrope:triton_mrope",
+        "writes query and key, so another implementation may",
+        (Does("return (q, k)"),),
+    ),
 )
 
 LAYERS: tuple[Entry, ...] = (
@@ -270,5 +420,8 @@ LAYERS: tuple[Entry, ...] = (
         "the cache in the query's dtype and on its device",
         (Takes("query"), Does("return cos_sin_cache")),
     ),
+    *NORMS,
+    *MROTARIES,
+    *ACTIVATIONS,
     *KERNELS,
 )

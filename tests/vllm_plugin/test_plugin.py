@@ -1,4 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
+import importlib
 import json
 import os
 import subprocess
@@ -16,16 +17,36 @@ from vllm_fl.vllm_plugin.functions import FUNCTIONS
 from vllm_fl.vllm_plugin.layers import LAYERS
 from vllm_fl.vllm_plugin.layers.serve import records
 
-HOOKS = [
-    "vllm.model_executor.hw_agnostic.layers.activation.SiluAndMul.__init__",
-    "vllm.model_executor.hw_agnostic.layers.layernorm.RMSNorm.__init__",
-    "vllm.model_executor.layers.activation.GeluAndMul.__init__",
-    "vllm.model_executor.layers.activation.SiluAndMul.__init__",
-    "vllm.model_executor.layers.layernorm.RMSNorm.__init__",
-    "vllm.model_executor.layers.rotary_embedding.base.RotaryEmbeddingBase.__init__",
-    "vllm.v1.worker.worker_base.WorkerBase.vllm_fl_dispatch",
-    "vllm.v1.worker.worker_base.WorkerWrapperBase.init_device",
-]
+SERVED = {
+    "vllm.model_executor.hw_agnostic.layers.activation": ["SiluAndMul"],
+    "vllm.model_executor.hw_agnostic.layers.layernorm": ["RMSNorm"],
+    "vllm.model_executor.layers.activation": [
+        "FastGELU",
+        "FatreluAndMul",
+        "GeluAndMul",
+        "MulAndSilu",
+        "NewGELU",
+        "QuickGELU",
+        "ReLUSquaredActivation",
+        "SiluAndMul",
+        "SiluAndMulWithClamp",
+        "SwigluOAIAndMul",
+    ],
+    "vllm.model_executor.layers.layernorm": [
+        "GemmaRMSNorm",
+        "LayerNorm",
+        "RMSNorm",
+        "RMSNormGated",
+    ],
+    "vllm.model_executor.layers.rotary_embedding.base": ["RotaryEmbeddingBase"],
+    "vllm.model_executor.layers.rotary_embedding.mrope": ["MRotaryEmbedding"],
+}
+"""The classes whose constructors are hooked."""
+VALID = (
+    "fatrelu_and_mul, gelu_and_mul, gelu_fast, gelu_new, gemma_rms_norm, layer_norm, "
+    "mrotary_embedding, mul_and_silu, quick_gelu, relu2, rms_norm, rms_norm_gated, "
+    "rotary_embedding, silu_and_mul, silu_and_mul_with_clamp, swigluoai_and_mul"
+)
 
 
 VALID = ", ".join(sorted([spec.name for spec in LAYERS] + [spec.op for spec in FUNCTIONS]))
@@ -34,22 +55,31 @@ VALID = ", ".join(sorted([spec.name for spec in LAYERS] + [spec.op for spec in F
 
 def classes() -> list[type]:
     """Everything that the plugin could hook, imported."""
-    from vllm.model_executor.hw_agnostic.layers import activation as agnostic_activation
-    from vllm.model_executor.hw_agnostic.layers import layernorm as agnostic_layernorm
-    from vllm.model_executor.layers import activation, layernorm
-    from vllm.model_executor.layers.rotary_embedding import base
+    from vllm.model_executor.layers.rotary_embedding.base import RotaryEmbedding
     from vllm.v1.worker.worker_base import WorkerBase, WorkerWrapperBase
 
+    served = [
+        getattr(importlib.import_module(module), name)
+        for module, names in SERVED.items()
+        for name in names
+    ]
+    return [*served, RotaryEmbedding, WorkerBase, WorkerWrapperBase]
+
+
+def expected_hooks() -> list[str]:
+    """What is hooked in this release: before 0.32 LayerNorm was a plain module."""
+    from vllm.model_executor.layers.layernorm import LayerNorm
+
+    served = [
+        f"{module}.{name}.__init__"
+        for module, names in SERVED.items()
+        for name in names
+        if name != "LayerNorm" or hasattr(LayerNorm, "dispatch_forward")
+    ]
     return [
-        layernorm.RMSNorm,
-        activation.SiluAndMul,
-        activation.GeluAndMul,
-        base.RotaryEmbeddingBase,
-        base.RotaryEmbedding,
-        agnostic_layernorm.RMSNorm,
-        agnostic_activation.SiluAndMul,
-        WorkerBase,
-        WorkerWrapperBase,
+        *served,
+        "vllm.v1.worker.worker_base.WorkerBase.vllm_fl_dispatch",
+        "vllm.v1.worker.worker_base.WorkerWrapperBase.init_device",
     ]
 
 
@@ -68,7 +98,7 @@ def state_of_vllm() -> dict[str, Any]:
 def test_everything_that_is_hooked_is_listed_with_its_purpose(register) -> None:
     classes()
     register()
-    assert sorted(hook.name for hook in hooks.installed()) == HOOKS
+    assert sorted(hook.name for hook in hooks.installed()) == expected_hooks()
     assert all(hook.in_place and hook.purpose for hook in hooks.installed())
 
 
@@ -103,7 +133,7 @@ def test_registering_changes_no_registry_and_nothing_but_what_is_listed(register
         for name, value in attributes.items()
         if before[owner].get(name) is not value
     }
-    assert sorted(changed) == HOOKS
+    assert sorted(changed) == expected_hooks()
 
 
 def test_switched_off_it_leaves_every_class_registry_and_method_as_it_is(register) -> None:

@@ -40,14 +40,18 @@ def explicitly_off(layer_name: str) -> bool:
     return f"-{layer_name}" in _current().compilation_config.custom_ops
 
 
+_NORM_FUSIONS: tuple[tuple[str, Callable[[Any], bool]], ...] = (
+    ("fuse_norm_quant", lambda config: config.quant_config is not None),
+    ("fuse_allreduce_rms", lambda config: config.parallel_config.tensor_parallel_size > 1),
+    ("enable_sp", lambda config: config.parallel_config.tensor_parallel_size > 1),
+    ("enable_qk_norm_rope_fusion", lambda config: True),
+    ("fuse_qk_norm_rope_kvcache", lambda config: True),
+)
+
 _FUSIONS: Mapping[str, tuple[tuple[str, Callable[[Any], bool]], ...]] = {
-    "rms_norm": (
-        ("fuse_norm_quant", lambda config: config.quant_config is not None),
-        ("fuse_allreduce_rms", lambda config: config.parallel_config.tensor_parallel_size > 1),
-        ("enable_sp", lambda config: config.parallel_config.tensor_parallel_size > 1),
-        ("enable_qk_norm_rope_fusion", lambda config: True),
-        ("fuse_qk_norm_rope_kvcache", lambda config: True),
-    ),
+    "rms_norm": _NORM_FUSIONS,
+    "gemma_rms_norm": _NORM_FUSIONS,  # the same nodes, with another weight
+    "rms_norm_gated": (("fuse_norm_quant", lambda config: config.quant_config is not None),),
     "silu_and_mul": (("fuse_act_quant", lambda config: config.quant_config is not None),),
     "rotary_embedding": (
         ("enable_qk_norm_rope_fusion", lambda config: True),

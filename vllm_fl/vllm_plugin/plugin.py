@@ -127,8 +127,8 @@ def _hook_layers(module: ModuleType) -> None:
         for path in spec.paths:
             module_name, _, class_name = path.partition(":")
             cls = getattr(module, class_name, None)
-            if module_name != module.__name__ or not isinstance(cls, type):
-                continue  # this release does not have it
+            if module_name != module.__name__ or not hasattr(cls, "dispatch_forward"):
+                continue  # this release does not have it, or not as one of its CustomOps
             owner = cls if spec.root is None else getattr(module, spec.root, cls)
             hooks.install(
                 owner,
@@ -149,7 +149,8 @@ def _serving(
             super(owner, self).__init__(*args, **kwargs)
         else:
             original(self, *args, **kwargs)
-        serve(self, spec, cls, donate=donate)
+        if spec.is_for(type(self)):
+            serve(self, spec, cls, donate=donate)
 
     return __init__
 

@@ -3,11 +3,11 @@
 
 from __future__ import annotations
 
-from .activation import GELU_AND_MUL, SILU_AND_MUL
-from .normalization import RMS_NORM
-from .rotary import ROTARY_EMBEDDING
+from .activation import ACTIVATIONS
+from .normalization import NORMS
+from .rotary import ROTARIES
 from .serve import LayerSpec
 
 __all__ = ["LAYERS", "LayerSpec"]
 
-LAYERS: tuple[LayerSpec, ...] = (RMS_NORM, SILU_AND_MUL, GELU_AND_MUL, ROTARY_EMBEDDING)
+LAYERS: tuple[LayerSpec, ...] = (*NORMS, *ACTIVATIONS, *ROTARIES)

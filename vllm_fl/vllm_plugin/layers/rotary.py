@@ -1,7 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""RotaryEmbedding, and through inheritance Llama3, YaRN, linear and NTK scaling.
+"""RotaryEmbedding, and through inheritance Llama3, YaRN, linear and NTK scaling; and
+MRotaryEmbedding.
 
-Others (MRotaryEmbedding, Deepseek's) only share its base class and keep their own mathematics."""
+Others (Deepseek's, Ernie's) only share a base class and keep their own mathematics."""
 
 from __future__ import annotations
 
@@ -9,7 +10,9 @@ from typing import Any
 
 from .serve import LayerSpec, note
 
-__all__ = ["ROTARY_EMBEDDING"]
+__all__ = ["ROTARIES"]
+
+_MROTARY = "vllm.model_executor.layers.rotary_embedding.mrope:MRotaryEmbedding"
 
 
 def _facts(layer: Any) -> dict[str, dict[str, Any]]:
@@ -40,11 +43,54 @@ def _refuses(layer: Any) -> str | None:
     return None
 
 
-ROTARY_EMBEDDING = LayerSpec(
-    name="rotary_embedding",
-    paths=("vllm.model_executor.layers.rotary_embedding.base:RotaryEmbedding",),
-    facts=_facts,
-    forward=_forward,
-    refuses=_refuses,
-    root="RotaryEmbeddingBase",
+def _mrotary_facts(layer: Any) -> dict[str, dict[str, Any]]:
+    section = layer.mrope_section
+    facts = {
+        **_facts(layer)["rotary_embedding"],
+        "mrope_section": tuple(section) if section else None,
+        "mrope_interleaved": layer.mrope_interleaved,
+    }
+    return {"mrotary_embedding": facts}
+
+
+def _mrotary_forward(
+    self: Any, positions: Any, query: Any, key: Any = None, offsets: Any = None
+) -> Any:
+    layer = self.layer
+    if key is None or offsets is not None:  # what vLLM's own forwards make of it
+        return self.native(positions, query, key, *(() if offsets is None else (offsets,)))
+    args = (
+        positions,
+        query,
+        key,
+        layer.head_size,
+        layer._match_cos_sin_cache_dtype(query),
+        layer.is_neox_style,
+        layer.mrope_section,
+        layer.mrope_interleaved,
+    )
+    try:
+        return self.mrotary_embedding(*args)
+    except Exception as error:
+        note(error, self, "mrotary_embedding", args)
+        raise
+
+
+ROTARIES = (
+    LayerSpec(
+        name="rotary_embedding",
+        paths=("vllm.model_executor.layers.rotary_embedding.base:RotaryEmbedding",),
+        facts=_facts,
+        forward=_forward,
+        refuses=_refuses,
+        root="RotaryEmbeddingBase",
+        elsewhere=(_MROTARY,),
+    ),
+    LayerSpec(
+        name="mrotary_embedding",
+        paths=(_MROTARY,),
+        facts=_mrotary_facts,
+        forward=_mrotary_forward,
+        refuses=_refuses,
+    ),
 )

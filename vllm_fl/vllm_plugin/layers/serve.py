@@ -71,6 +71,7 @@ class LayerSpec:
         root: a base of the class, in the same module, whose constructor is hooked instead: the
             root's other subclasses are then listed as native, and not passed over.
         functional: those of `paths` whose own forwards leave their arguments as they are.
+        elsewhere: classes ("module:Class") below the root that have a spec of their own.
     """
 
     name: str
@@ -80,6 +81,12 @@ class LayerSpec:
     refuses: Callable[[Any], str | None] = lambda layer: None
     root: str | None = None
     functional: tuple[str, ...] = ()
+    elsewhere: tuple[str, ...] = ()
+
+    def is_for(self, cls: type) -> bool:
+        """Whether a layer of that class, below the root, is this spec's business."""
+        names = {f"{base.__module__}:{base.__qualname__}" for base in cls.__mro__}
+        return names.isdisjoint(self.elsewhere)
 
 
 @dataclass(slots=True)

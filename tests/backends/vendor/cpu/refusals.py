@@ -170,6 +170,37 @@ def _of_gated(op: str) -> tuple[Refusal, ...]:
     )  # fmt: skip
 
 
+def _of_elementwise(op: str) -> tuple[Refusal, ...]:
+    return (
+        Refusal(
+            f"{op} in float64", lambda: gated(dtype=F64), f"dtype float64 {DTYPE}",
+            Harm.RAISES, lambda: gated(dtype=F16),
+        ),
+        Refusal(
+            f"{op} on the meta device", lambda: on_meta(gated()), "the tensor is on meta",
+            Harm.RAISES, gated,
+        ),
+        Refusal(
+            f"{op} of rows that vectors do not fill", lambda: gated((3, 20)),
+            "the last dimension 20 is not a positive multiple of 8",
+            Harm.RAISES, lambda: gated((3, 24)),
+        ),
+        Refusal(
+            f"{op} of a tensor without dimensions", lambda: (torch.tensor(1.0),),
+            "the tensor has no dimensions", Harm.RAISES, lambda: gated((8,)),
+        ),
+        Refusal(
+            f"{op} of rows without elements", lambda: gated((3, 0)),
+            "the last dimension 0 is not a positive multiple of 8",
+            Harm.DIES, lambda: gated((0, 8)),
+        ),
+        Refusal(
+            f"{op} of 2**31 elements and more", lambda: (torch.empty(3, 2**30, dtype=F16),),
+            f"{3 * 2**30} elements are {2**31} or more", Harm.DIES, gated, huge=True,
+        ),
+    )  # fmt: skip
+
+
 _GELU = (
     Refusal(
         "gelu_and_mul of an unknown approximation", lambda: (*gated(), "sigmoid"),
@@ -421,6 +452,9 @@ CASES: tuple[Refusal, ...] = (
     *_of_gated("silu_and_mul"),
     *_of_gated("gelu_and_mul"),
     *_GELU,
+    *_of_elementwise("gelu_new"),
+    *_of_elementwise("gelu_fast"),
+    *_of_elementwise("gelu_quick"),
     *_of_norms("rms_norm", norm),
     *_of_norms("fused_add_rms_norm", fused),
     *_FUSED,

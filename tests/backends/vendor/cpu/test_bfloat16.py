@@ -20,6 +20,7 @@ from vllm_fl.backends.vendor.cpu.impl import common
 REASON = "bfloat16 is truncated, not rounded: this CPU has no AVX512_BF16"
 GUARDED = {
     "silu_and_mul": gated,
+    "gelu_new": gated,
     "rms_norm": lambda dtype: norm(torch.ones(3, 64, dtype=dtype)),
     "fused_add_rms_norm": lambda dtype: fused(torch.ones(3, 64, dtype=dtype)),
     "rotary_embedding": lambda dtype: rotary(dtype=dtype),

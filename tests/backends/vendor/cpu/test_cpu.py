@@ -3,6 +3,8 @@ from __future__ import annotations
 
 import importlib.machinery
 import importlib.util
+import inspect
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -11,13 +13,14 @@ import pytest
 import torch
 
 from tests.backends.helpers import cpu_manager, randn
-from vllm_fl.backends.vendor.cpu import cpu
-from vllm_fl.backends.vendor.cpu.cpu import KERNELS, backend
+from vllm_fl.backends.vendor.cpu import register_ops
+from vllm_fl.backends.vendor.cpu.cpu import backend
 from vllm_fl.dispatch import OpManager
 from vllm_fl.dispatch.config import Config
 from vllm_fl.dispatch.types import DeviceFacts
 
 NO_EXTENSION = "this vLLM has no compiled extension (_C*.so)"
+IMPLS = {impl.op_name: impl for impl in register_ops.backend.implementations}
 
 
 def find_vllm_in(monkeypatch: pytest.MonkeyPatch, folder: Path | None) -> None:
@@ -58,10 +61,13 @@ def test_another_device_than_the_cpu_is_the_reason_not_to_use_it():
     assert reasons["vendor.cpu"] == ("device", "runs on cpu, this device is cuda")
 
 
-def test_a_missing_kernel_is_named_and_another_implementation_serves(monkeypatch, kernels):
-    monkeypatch.setattr(cpu, "KERNELS", (*KERNELS, "no_such_kernel", "nor_this"))
+def test_a_missing_kernel_is_named_and_only_what_calls_it_is_served_by_another(
+    monkeypatch, kernels
+):
+    part = IMPLS["silu_and_mul"].backend
+    monkeypatch.setattr(part, "kernels", ("silu_and_mul", "no_such_kernel", "nor_this"))
     with pytest.raises(RuntimeError, match=r"^vLLM's extension has no no_such_kernel, nor_this$"):
-        backend.load()
+        part.load()
     manager = cpu_manager()
     x = randn((3, 64), torch.float32)
     manager.call("silu_and_mul", x)
@@ -69,6 +75,8 @@ def test_a_missing_kernel_is_named_and_another_implementation_serves(monkeypatch
     assert decision.winner_id == "reference.torch"
     reasons = {loser.impl_id: loser.reason for loser in decision.losers}
     assert "vLLM's extension has no no_such_kernel" in reasons["vendor.cpu"]
+    manager.call("gelu_and_mul", x)
+    assert manager.explain("gelu_and_mul", x).winner_id == "vendor.cpu"
 
 
 def test_an_extension_for_another_device_is_not_taken_for_the_cpus(monkeypatch, kernels):
@@ -77,8 +85,13 @@ def test_an_extension_for_another_device_is_not_taken_for_the_cpus(monkeypatch, 
         backend.load()
 
 
-def test_the_kernels_named_here_exist(kernels):
-    assert all(hasattr(kernels, name) for name in KERNELS)
+def test_the_kernels_that_a_function_names_exist_and_are_those_that_it_calls(kernels):
+    for impl in IMPLS.values():
+        named = set(impl.backend.kernels)
+        called = set(re.findall(r"torch\.ops\._C\.(\w+)", inspect.getsource(impl.fn)))
+        assert named == called, impl.op_name
+        assert all(hasattr(kernels, name) for name in named), impl.op_name
+    assert len(IMPLS) >= 8
 
 
 def test_registering_imports_neither_vllm_nor_its_extension():

@@ -28,6 +28,9 @@ SIGNATURES = {signature.op_name: signature for signature in ops.SIGNATURES}
 CASES = {
     "silu_and_mul": lambda dtype: gated(dtype=dtype),
     "gelu_and_mul": lambda dtype: (*gated(dtype=dtype), "tanh"),
+    "gelu_new": lambda dtype: gated(dtype=dtype),
+    "gelu_fast": lambda dtype: gated(dtype=dtype),
+    "gelu_quick": lambda dtype: gated(dtype=dtype),
     "rms_norm": lambda dtype: norm(randn((3, 64), dtype)),
     "fused_add_rms_norm": lambda dtype: fused(randn((3, 64), dtype)),
     "rotary_embedding": lambda dtype: rotary(key=randn((5, 64), dtype), dtype=dtype),

@@ -1,9 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Rotary embedding: the contract's own reference."""
+"""Rotary embedding: the contracts' own reference."""
 
 from __future__ import annotations
 
-from ....ops.rotary import ROTARY_EMBEDDING
+from ....ops import rotary as ops
 from ..reference import backend
 
-rotary_embedding = backend.serves(ROTARY_EMBEDDING)
+rotary_embedding = backend.serves(ops.ROTARY_EMBEDDING)
+mrotary_embedding = backend.serves(ops.MROTARY_EMBEDDING)

@@ -11,24 +11,30 @@ from ...base import Backend
 
 __all__ = ["CpuBackend", "backend"]
 
-KERNELS = (
-    "fused_add_rms_norm",
-    "gelu_and_mul",
-    "gelu_tanh_and_mul",
-    "rms_norm",
-    "rotary_embedding",
-    "silu_and_mul",
-)
-
 
 class CpuBackend(Backend):
-    """Kernels that vLLM compiles for CPUs but, on x86, mostly does not call itself."""
+    """Kernels that vLLM compiles for CPUs but, on x86, mostly does not call itself.
+
+    Args:
+        kernels: those that its functions call, of torch.ops._C.
+    """
 
     impl_id = "vendor.cpu"
     kind = BackendImplKind.VENDOR
     vendor = "cpu"
     device_types = ("cpu",)
     requires = ("torch", "vllm")
+
+    def __init__(self, kernels: tuple[str, ...] = ()) -> None:
+        super().__init__()
+        self.kernels = kernels
+
+    def calling(self, *kernels: str) -> CpuBackend:
+        """This backend, for functions that call these kernels: where a release lacks one of
+        them, those functions are unavailable, and no others."""
+        part = CpuBackend(kernels)
+        part._implementations = self._implementations
+        return part
 
     def is_available(self) -> bool | str:
         """Whether vLLM was installed with a compiled extension; nothing is imported."""
@@ -44,7 +50,7 @@ class CpuBackend(Backend):
         from vllm.platforms import current_platform
 
         current_platform.import_kernels()
-        missing = [name for name in KERNELS if not hasattr(torch.ops._C, name)]
+        missing = [name for name in self.kernels if not hasattr(torch.ops._C, name)]
         if missing:
             raise RuntimeError(f"vLLM's extension has no {', '.join(missing)}")
         if not torch._C._dispatch_has_kernel_for_dispatch_key("_C::rms_norm", "CPU"):

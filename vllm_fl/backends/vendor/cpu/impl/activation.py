@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Gated activations by vLLM's CPU kernels.
+"""Activations by vLLM's CPU kernels.
 
 They read rows as if they were contiguous (a slice gave an error of 3.1), so a view is copied
 first. Rows without elements, and offsets beyond a 32-bit int, end the process: both are refused.
@@ -18,15 +18,25 @@ from .common import VECTOR, fits, tensor_reason
 _MAX_ELEMENTS = 2**31
 
 
-def _supports(x: torch.Tensor) -> bool | str:
+def _supports_rows_of(multiple: int, x: torch.Tensor) -> bool | str:
     if not fits(x):
         return tensor_reason(x)
     size = x.shape[-1]
-    if not size or size % (2 * VECTOR):
-        return f"the last dimension {size} is not a positive multiple of {2 * VECTOR}"
+    if not size or size % multiple:
+        return f"the last dimension {size} is not a positive multiple of {multiple}"
     if x.numel() >= _MAX_ELEMENTS:
         return f"{x.numel()} elements are {_MAX_ELEMENTS} or more"
     return True
+
+
+def _supports(x: torch.Tensor) -> bool | str:
+    return _supports_rows_of(2 * VECTOR, x)
+
+
+def _supports_elementwise(x: torch.Tensor) -> bool | str:
+    if not x.dim():
+        return "the tensor has no dimensions"
+    return _supports_rows_of(VECTOR, x)
 
 
 def _supports_gelu(x: torch.Tensor, approximate: str = "none") -> bool | str:
@@ -42,7 +52,7 @@ def _output(x: torch.Tensor) -> torch.Tensor:
     return x.new_empty(*x.shape[:-1], x.shape[-1] // 2)
 
 
-@backend.implements(supports=_supports, batch_invariant=True)
+@backend.calling("silu_and_mul").implements(supports=_supports, batch_invariant=True)
 def silu_and_mul(x: torch.Tensor) -> torch.Tensor:
     """x: (..., 2 * d) -> (..., d); d a multiple of 8."""
     out = _output(x)
@@ -50,7 +60,7 @@ def silu_and_mul(x: torch.Tensor) -> torch.Tensor:
     return out
 
 
-@backend.implements(
+@backend.calling("gelu_and_mul", "gelu_tanh_and_mul").implements(
     supports=_supports_gelu, supports_layer=_supports_approximate, batch_invariant=True
 )
 def gelu_and_mul(x: torch.Tensor, approximate: str = "none") -> torch.Tensor:
@@ -58,4 +68,28 @@ def gelu_and_mul(x: torch.Tensor, approximate: str = "none") -> torch.Tensor:
     out = _output(x)
     kernel = torch.ops._C.gelu_and_mul if approximate == "none" else torch.ops._C.gelu_tanh_and_mul
     kernel(out, x.contiguous())
+    return out
+
+
+@backend.calling("gelu_new").implements(supports=_supports_elementwise, batch_invariant=True)
+def gelu_new(x: torch.Tensor) -> torch.Tensor:
+    """x: (..., d), d a multiple of 8 -> a contiguous tensor of its shape."""
+    out = x.new_empty(x.shape)
+    torch.ops._C.gelu_new(out, x.contiguous())
+    return out
+
+
+@backend.calling("gelu_fast").implements(supports=_supports_elementwise, batch_invariant=True)
+def gelu_fast(x: torch.Tensor) -> torch.Tensor:
+    """x: (..., d), d a multiple of 8 -> a contiguous tensor of its shape."""
+    out = x.new_empty(x.shape)
+    torch.ops._C.gelu_fast(out, x.contiguous())
+    return out
+
+
+@backend.calling("gelu_quick").implements(supports=_supports_elementwise, batch_invariant=True)
+def gelu_quick(x: torch.Tensor) -> torch.Tensor:
+    """x: (..., d), d a multiple of 8 -> a contiguous tensor of its shape."""
+    out = x.new_empty(x.shape)
+    torch.ops._C.gelu_quick(out, x.contiguous())
     return out
