@@ -250,12 +250,115 @@ def test_a_norm_over_groups_keeps_its_own_mathematics(both, rows) -> None:
     assert_close(served(x), stock(x), rtol=0, atol=0)
 
 
-def test_gemmas_norm_is_none_of_ours(both, rows) -> None:
-    from vllm.model_executor.layers.layernorm import GemmaRMSNorm
+def layernorm(name: str) -> Any:
+    return getattr(importlib.import_module(f"{WHERE[0]}.layernorm"), name)
 
-    stock, served = both(GemmaRMSNorm, 64)
-    assert rows() == {}
-    check_equal(stock, served, *inputs(5, 64))
+
+def spread(layer: Any, dtype: torch.dtype) -> Any:
+    """The layer in a dtype, its weight drawn around what it was."""
+    generator = torch.Generator().manual_seed(3)
+    for parameter in layer.parameters():
+        parameter.data += 0.2 * torch.randn(parameter.shape, generator=generator)
+    return layer.to(dtype)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_gemmas_norm_is_served_and_equals_vllm_bit_for_bit(both, rows, dtype) -> None:
+    stock, served = (spread(layer, dtype) for layer in both(layernorm("GemmaRMSNorm"), 64))
+    for name in ("gemma_rms_norm", "fused_add_gemma_rms_norm"):
+        assert (rows()[name]["impl_id"], rows()[name]["bound"]) == ("reference.torch", 1)
+    x, residual = inputs(5, 64, dtype=dtype)
+    kept = x.clone(), residual.clone()
+    assert served(x).equal(stock(x))
+    for ours, theirs in zip(served(x, residual), stock(x, residual), strict=True):
+        assert ours.equal(theirs)
+    assert x.equal(kept[0]) and residual.equal(kept[1])  # vLLM's own leaves them
+
+
+def test_what_writes_its_arguments_serves_gemmas_norm_on_copies(
+    register, build, rows, register_impl
+) -> None:
+    """vLLM's own forward leaves them, so callers may rely on it."""
+
+    def inplace(x, residual, weight, epsilon):
+        residual += x
+        x.zero_()
+        return x, residual
+
+    register()
+    register_impl("fused_add_gemma_rms_norm", inplace, mutates=("x", "residual"))
+    layer = build(layernorm("GemmaRMSNorm"), 64)
+    x, residual = inputs(5, 64)
+    kept = x.clone(), residual.clone()
+    out, total = layer(x, residual)
+    assert not out.any() and total.equal(kept[0] + kept[1])
+    assert x.equal(kept[0]) and residual.equal(kept[1])
+
+
+def test_a_mixed_gemma_norm_leaves_one_form_to_vllm(register, build, rows) -> None:
+    register(PER_OP="fused_add_gemma_rms_norm=native")
+    layer = build(layernorm("GemmaRMSNorm"), 64)
+    assert rows()["gemma_rms_norm"]["impl_id"] == "reference.torch"
+    assert rows()["fused_add_gemma_rms_norm"]["impl_id"] == "native"
+    x, residual = inputs(5, 64)
+    for ours, theirs in zip(layer(x, residual), layer.forward_native(x, residual), strict=True):
+        assert ours.equal(theirs)
+
+
+GATED = [
+    {},
+    {"group_size": 16},
+    {"norm_before_gate": True},
+    {"norm_before_gate": True, "group_size": 16, "activation": "sigmoid"},
+    {"activation": "sigmoid"},
+    {"activation": "silu"},
+]
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("settings", GATED, ids=str)
+def test_the_gated_norm_is_served_and_equals_vllm_bit_for_bit(both, rows, settings, dtype) -> None:
+    stock, served = (
+        spread(layer, dtype) for layer in both(layernorm("RMSNormGated"), 64, **settings)
+    )
+    assert rows()["rms_norm_gated"]["impl_id"] == "reference.torch"
+    for shape in ((5, 64), (2, 3, 64), (0, 64)):
+        x, z = inputs(*shape, dtype=dtype)
+        assert served(x, z).equal(stock.forward_native(x, z))
+        assert served(x).equal(stock.forward_native(x))
+
+
+@pytest.fixture
+def layer_norm() -> Any:
+    cls = layernorm("LayerNorm")
+    if not hasattr(cls, "dispatch_forward"):
+        pytest.skip("before vLLM 0.32 LayerNorm is a plain module")
+    return cls
+
+
+LAYER_NORMS = [{}, {"bias": False}, {"elementwise_affine": False}, {"dtype": torch.float32}]
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("settings", LAYER_NORMS, ids=str)
+def test_layer_norm_is_served_and_equals_vllm_bit_for_bit(
+    both, rows, layer_norm, settings, dtype
+) -> None:
+    settings = {"dtype": dtype, **settings}
+    stock, served = both(layer_norm, 64, **settings)
+    assert rows()["layer_norm"]["impl_id"] == "reference.torch"
+    for shape in ((5, 64), (2, 3, 64), (0, 64)):
+        x, _ = inputs(*shape, dtype=dtype)
+        assert served(x).equal(stock.forward_native(x))
+
+
+def test_a_layer_norm_that_is_no_custom_op_is_left_alone(register) -> None:
+    from vllm_fl.vllm_plugin import hooks
+
+    register()
+    cls = layernorm("LayerNorm")
+    hooked = f"{cls.__module__}.LayerNorm.__init__" in {h.name for h in hooks.installed()}
+    assert hooked is hasattr(cls, "dispatch_forward")
 
 
 def test_the_reference_equals_vllm_bit_for_bit(build, register, rows, cls) -> None:

@@ -139,39 +139,75 @@ def test_a_subclass_that_only_has_another_cache_is_served(both, rows, module, na
 FOPE = {"init_cache": False, "num_key_value_heads": 2, "num_inv_freq": 32, "fope_sep_head": True,
         "fope_init_factor": 0.1}  # fmt: skip
 OWN = [
-    ("fope", "FourierRotaryEmbedding", FOPE, "forward_native"),
-    ("mrope", "MRotaryEmbedding", {"mrope_section": [8, 12, 12]}, "forward_native"),
-    ("mrope_interleaved", "MRotaryEmbeddingInterleaved",
-     {"mrope_section": [8, 12, 12]}, "forward_native"),
+    ("fope", "FourierRotaryEmbedding", FOPE, "rotary_embedding", "forward_native"),
     ("deepseek_scaling_rope", "DeepseekScalingRotaryEmbedding", {"scaling_factor": 4},
-     "forward_native"),
+     "rotary_embedding", "forward_native"),
+    ("ernie45_vl_rope", "Ernie4_5_VLRotaryEmbedding", {"mrope_section": [10, 10, 12]},
+     "mrotary_embedding", "forward_native"),
+    ("mrope_interleaved", "MRotaryEmbeddingInterleaved",
+     {"mrope_section": [8, 12, 12]}, "mrotary_embedding", "forward"),
 ]  # fmt: skip
 
 
-@pytest.mark.parametrize(("module", "name", "more", "which"), OWN, ids=[case[1] for case in OWN])
+@pytest.mark.parametrize(
+    ("module", "name", "more", "op", "which"), OWN, ids=[case[1] for case in OWN]
+)
 def test_a_class_with_its_own_mathematics_is_listed_as_native_by_its_name(
-    register, build, rows, module, name, more, which
+    register, build, rows, module, name, more, op, which
 ) -> None:
     cls = rope(module, name)
     register()
     layer = build(cls, **ARGS, **more)
-    row = rows()["rotary_embedding"]
+    assert list(rows()) == [op]  # that of the class which it is most like, and no other
+    row = rows()[op]
     assert (row["impl_id"], row["bound"]) == ("native", 1)
     assert row["reason"] == f"{ROPE}.{module}.{name} has its own {which}"
     assert layer._forward_method == layer.forward_cpu
 
 
-def test_a_class_with_its_own_mathematics_computes_as_before(both) -> None:
+MROTARY = [
+    {},
+    {"is_neox_style": False},
+    {"rotary_dim": 32, "mrope_section": [6, 5, 5]},
+    {"mrope_interleaved": True, "mrope_section": [12, 10, 10]},
+    {"scaling_factor": 4.0},
+]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("changes", MROTARY, ids=str)
+def test_mrotary_is_served_and_equals_vllm_bit_for_bit(both, rows, changes, dtype) -> None:
     cls = rope("mrope", "MRotaryEmbedding")
-    stock, served = both(cls, **ARGS, mrope_section=[8, 12, 12])
+    stock, served = both(cls, **{**ARGS, "mrope_section": [8, 12, 12], **changes, "dtype": dtype})
+    assert list(rows()) == ["mrotary_embedding"]
+    row = rows()["mrotary_embedding"]
+    assert (row["impl_id"], row["bound"]) == ("reference.torch", 1)
+    text, query, key = inputs(dtype)
+    for positions in (torch.arange(21).view(3, 7), text, text.int()):
+        for ours, theirs in zip(
+            served(positions, query.clone(), key.clone()),
+            stock.forward_native(positions, query.clone(), key.clone()),
+            strict=True,
+        ):
+            assert ours.equal(theirs)
+
+
+def test_mrotary_without_a_key_or_sections_fails_as_vllms_own(both) -> None:
+    cls = rope("mrope", "MRotaryEmbedding")
+    stock, served = both(cls, **ARGS)
     _, query, key = inputs(torch.float32)
-    positions = torch.arange(21).view(3, 7)
-    for ours, theirs in zip(
-        served(positions, query.clone(), key.clone()),
-        stock(positions, query.clone(), key.clone()),
-        strict=True,
-    ):
-        assert ours.equal(theirs)
+    for layer in (stock, served):
+        with pytest.raises(AssertionError):
+            layer(torch.arange(7), query)
+        with pytest.raises((AssertionError, ValueError)):
+            layer(torch.arange(21).view(3, 7), query, key)
+
+
+def test_mrotary_can_be_left_native_by_its_name(register, build, rows) -> None:
+    register(OOT_BLACKLIST="mrotary_embedding")
+    layer = build(rope("mrope", "MRotaryEmbedding"), **ARGS, mrope_section=[8, 12, 12])
+    assert rows()["mrotary_embedding"]["reason"] == "the OOT lists leave it native"
+    assert layer._forward_method == layer.forward_cpu
 
 
 def test_each_rotary_layer_is_recorded_once(register, build, rows) -> None:
