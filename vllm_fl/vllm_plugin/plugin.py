@@ -127,8 +127,10 @@ def _hook_layers(module: ModuleType) -> None:
         for path in spec.paths:
             module_name, _, class_name = path.partition(":")
             cls = getattr(module, class_name, None)
-            if module_name != module.__name__ or not hasattr(cls, "dispatch_forward"):
-                continue  # this release does not have it, or not as one of its CustomOps
+            if module_name != module.__name__ or not isinstance(cls, type):
+                continue  # this release does not have it
+            if not hasattr(cls, "dispatch_forward"):
+                continue  # or not as one of its CustomOps
             owner = cls if spec.root is None else getattr(module, spec.root, cls)
             hooks.install(
                 owner,
