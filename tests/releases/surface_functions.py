@@ -110,4 +110,47 @@ QUANTIZATION = tuple(
     )
 )
 
-FUNCTIONS: tuple[Entry, ...] = (*SERVED, *SAMPLING, *QUANTIZATION)
+MOE = "vllm.model_executor.layers.fused_moe"
+
+PLACES = tuple(
+    Entry(path, "named by a contract; nothing of it is replaced yet", (TakesAmong(names),))
+    for path, names in (
+        (
+            "vllm._custom_ops:reshape_and_cache_flash",
+            ("key", "value", "key_cache", "value_cache", "slot_mapping", "kv_cache_dtype",
+             "k_scale", "v_scale"),
+        ),
+        (
+            "vllm._custom_ops:concat_and_cache_mla",
+            ("kv_c", "k_pe", "kv_cache", "slot_mapping", "kv_cache_dtype", "scale", "skip_scale"),
+        ),
+        (
+            "vllm._custom_ops:merge_attn_states",
+            ("output", "prefix_output", "prefix_lse", "suffix_output", "suffix_lse", "output_lse",
+             "prefill_tokens_with_context", "output_scale"),
+        ),
+        ("vllm._custom_ops:moe_sum", ("input", "output", "topk_ids", "expert_map")),
+        (
+            "vllm._custom_ops:topk_softmax",
+            ("topk_weights", "topk_ids", "token_expert_indices", "gating_output", "renormalize",
+             "e_score_correction_bias", "is_padding"),
+        ),
+        (
+            f"{MOE}.moe_align_block_size:moe_align_block_size",
+            ("topk_ids", "block_size", "num_experts", "expert_map", "pad_sorted_ids",
+             "ignore_invalid_experts", "return_scatter_idx"),
+        ),
+        (
+            f"{MOE}.fused_moe:fused_experts",
+            ("hidden_states", "w1", "w2", "topk_weights", "topk_ids", "activation",
+             "apply_router_weight_on_input", "global_num_experts", "expert_map", "quant_config"),
+        ),
+        (
+            f"{MOE}.router.grouped_topk_router:grouped_topk",
+            ("hidden_states", "gating_output", "topk", "renormalize", "num_expert_group",
+             "topk_group", "scoring_func", "routed_scaling_factor", "e_score_correction_bias"),
+        ),
+    )
+)  # fmt: skip
+
+FUNCTIONS: tuple[Entry, ...] = (*SERVED, *SAMPLING, *QUANTIZATION, *PLACES)
