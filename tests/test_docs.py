@@ -1,21 +1,32 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The parts of the documents that come from the code are equal to it.
+"""The parts of the documents that come from the code are equal to it: the settings, the vendor's
+module, and what each command prints on a machine that is the same everywhere.
 
 `python tests/test_docs.py` writes them anew.
 """
 
 from __future__ import annotations
 
+import io
 import re
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 
+from vllm_fl.cli import config, doctor, explain, snapshot
+from vllm_fl.cli import list as list_command
+from vllm_fl.cli.main import COMMANDS, build_parser
 from vllm_fl.dispatch.config import SETTINGS
 
 ROOT = Path(__file__).parent.parent
+sys.path.insert(0, str(ROOT))  # where this file is run as a program
+
+from tests.cli import samples  # noqa: E402
+
 READMES = ("README.md", "README_zh.md")
 VENDOR = "examples/vendor_package/vllm_fl_acme/__init__.py"
 
@@ -39,6 +50,23 @@ def vendor_module() -> str:
     return f"```python\n{code}\n```"
 
 
+def answer(render: Callable[..., None], data: dict[str, Any]) -> str:
+    """What a command prints, as a block."""
+    stream = io.StringIO()
+    render(data, stream)
+    lines = (line.rstrip() for line in stream.getvalue().splitlines())
+    return "```\n" + "\n".join(lines).strip("\n") + "\n```"
+
+
+ANSWERS: dict[str, Callable[[], str]] = {
+    "docs/commands/list.md": lambda: answer(list_command.render, samples.sample_list()),
+    "docs/commands/explain.md": lambda: answer(explain.render, samples.sample_explain()),
+    "docs/commands/config.md": lambda: answer(config.render, samples.sample_config()),
+    "docs/commands/doctor.md": lambda: answer(doctor.render, samples.sample_doctor()),
+    "docs/commands/snapshot.md": lambda: answer(snapshot.render, samples.sample_snapshot()),
+}
+"""Document to what stands in its block `output`."""
+
 GENERATED = {"settings": settings_table, f"vendor: {VENDOR}": vendor_module}
 
 
@@ -48,9 +76,10 @@ def block(name: str) -> re.Pattern[str]:
     return re.compile(rf"({opening}\n)(.*?)(\n<!-- end -->)", re.DOTALL)
 
 
-def written(text: str) -> str:
+def written(text: str, document: str) -> str:
     """A document with its generated blocks made anew."""
-    for name, render in GENERATED.items():
+    blocks = {"output": ANSWERS[document]} if document in ANSWERS else GENERATED
+    for name, render in blocks.items():
         text = block(name).sub(lambda m, r=render: m.group(1) + r() + m.group(3), text)
     return text
 
@@ -93,6 +122,40 @@ def test_the_two_readmes_hold_the_same_code_and_headings() -> None:
     assert len(headings.findall(english)) == len(headings.findall(chinese))
 
 
+@pytest.mark.parametrize("document", ANSWERS)
+def test_the_output_in_a_commands_page_is_what_the_command_prints(document: str) -> None:
+    found = block("output").search((ROOT / document).read_text(encoding="utf-8"))
+    assert found is not None, f"{document} has no block <!-- output -->"
+    assert found.group(2) == ANSWERS[document](), "run: python tests/test_docs.py"
+
+
+NAMES = [module.__name__.rpartition(".")[2] for module in COMMANDS]
+SECTIONS = ["Usage", "Options", "Examples", "Example output", "Exit codes"]
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_every_command_has_a_page_in_the_fixed_order_with_all_its_options(name: str) -> None:
+    text = (ROOT / "docs" / "commands" / f"{name}.md").read_text(encoding="utf-8")
+    assert text.startswith(f"# vllm-fl {name}\n")
+    assert re.findall(r"^## (.*)$", text, re.MULTILINE) == SECTIONS
+    subparsers = next(a for a in build_parser()._actions if a.dest == "command")
+    options = {
+        option
+        for action in subparsers.choices[name]._actions
+        for option in action.option_strings
+        if option.startswith("--") and option != "--help"
+    }
+    table = text.partition("## Options")[2].partition("## Examples")[0]
+    assert set(re.findall(r"^\| `(--[\w-]+)", table, re.MULTILINE)) == options
+    usage = text.partition("## Usage")[2].partition("## Options")[0]
+    assert {option for option in options if option not in usage} == set()
+
+
+def test_the_index_names_every_command() -> None:
+    text = (ROOT / "docs" / "commands" / "README.md").read_text(encoding="utf-8")
+    assert re.findall(r"\[`vllm-fl (\w+)`\]\(\1\.md\)", text) == NAMES
+
+
 def test_every_document_that_is_linked_exists() -> None:
     for path in [*ROOT.glob("*.md"), *ROOT.glob("docs/**/*.md")]:
         for target in re.findall(r"\]\(([^)#]+)", path.read_text(encoding="utf-8")):
@@ -101,6 +164,6 @@ def test_every_document_that_is_linked_exists() -> None:
 
 
 if __name__ == "__main__":
-    for name in READMES:
+    for name in (*READMES, *ANSWERS):
         path = ROOT / name
-        path.write_text(written(path.read_text(encoding="utf-8")), encoding="utf-8")
+        path.write_text(written(path.read_text(encoding="utf-8"), name), encoding="utf-8")

@@ -1,8 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
 import io
+import os
 import subprocess
 import sys
 
+import pytest
+
+from tests.cli.helpers import run
 from vllm_fl.cli.output import print_table
 
 PROGRAM = """
@@ -20,14 +24,14 @@ print("after")
 """
 
 
-def run(inside: str = "pass") -> subprocess.CompletedProcess[bytes]:
+def run_program(inside: str = "pass") -> subprocess.CompletedProcess[bytes]:
     program = PROGRAM.replace("{inside}", inside)
     return subprocess.run([sys.executable, "-c", program], capture_output=True, timeout=60,
                           check=False)  # fmt: skip
 
 
 def test_what_libraries_and_child_processes_print_does_not_mix_with_the_answer() -> None:
-    done = run()
+    done = run_program()
     assert done.returncode == 0, done.stderr.decode()
     assert done.stdout.decode() == "before\nthe answer: 你好\nafter\n"
     assert sorted(done.stderr.decode().splitlines()) == [
@@ -38,7 +42,7 @@ def test_what_libraries_and_child_processes_print_does_not_mix_with_the_answer()
 
 
 def test_stdout_is_itself_again_after_an_exception() -> None:
-    done = run("raise SystemExit(print('given up', file=stream) or 3)")
+    done = run_program("raise SystemExit(print('given up', file=stream) or 3)")
     assert done.returncode == 3
     assert done.stdout.decode() == "before\nthe answer: 你好\ngiven up\n"
 
@@ -92,3 +96,40 @@ def test_a_long_text_is_folded_and_nothing_of_it_is_lost() -> None:
 
 def test_a_table_without_rows_has_its_headings() -> None:
     assert table(("operator", "calls"), [])[1] == " operator   calls"
+
+
+@pytest.fixture
+def quick(without, modules):
+    """The arguments of `run` for an answer that takes a second at most."""
+    return {"path": [without("torch", "vllm")]}
+
+
+def test_a_closed_stdout_is_told_and_no_other_file_gets_the_answer(quick, tmp_path) -> None:
+    log = tmp_path / "log"
+    with log.open("w") as file:
+        done = run("config", stderr=file, preexec_fn=lambda: os.close(1), **quick)
+    assert done.returncode == 1
+    assert log.read_text() == "vllm-fl: stdout is closed, so the answer has nowhere to go\n"
+
+
+def test_a_closed_stderr_takes_nothing_from_the_answer(quick, tmp_path) -> None:
+    answer = tmp_path / "answer"
+    env = {"VLLM_FL_PREFER": "cuda"}
+    with answer.open("w") as file:
+        options = {"stdout": file, "preexec_fn": lambda: os.close(2)}
+        assert run("config", **options, **quick).returncode == 0
+        assert "log_level" in answer.read_text()
+        file.truncate(0)
+        assert run("config", env=env, **options, **quick).returncode == 1
+    assert answer.read_text() == ""
+
+
+def test_a_reader_who_has_had_enough_ends_it_without_a_word(quick) -> None:
+    readable, writable = os.pipe()
+    os.close(readable)
+    try:
+        done = run("config", stdout=writable, stderr=subprocess.PIPE, **quick)
+    finally:
+        os.close(writable)
+    assert done.returncode == 1
+    assert [line for line in done.stderr.splitlines() if "ERROR" not in line] == []

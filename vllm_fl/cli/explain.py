@@ -239,7 +239,7 @@ def render(data: Mapping[str, Any], stream: TextIO) -> None:
         f"  policy {name} = {entry['value']} (from {entry['source']})"
         for name, entry in data["policy"].items()
     ]
-    for what in ("given", "assumed"):
+    for what in ("given", "assumed", "facts"):
         if data[what]:
             said = ", ".join(f"{name} = {text}" for name, text in data[what].items())
             lines.append(f"  {what}: {said}")

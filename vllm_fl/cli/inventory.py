@@ -3,7 +3,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 from ..dispatch.binding import reachable
@@ -17,14 +17,8 @@ from ..dispatch.types import OpImpl, Origin
 __all__ = ["inventory"]
 
 
-def inventory(
-    manager: OpManager, *, tell: Callable[..., None] = lambda *doing: None
-) -> dict[str, Any]:
+def inventory(manager: OpManager) -> dict[str, Any]:
     """The registry and the choices of a manager.
-
-    Args:
-        tell: is told ("probe", op, impl_id) before an implementation is asked whether it is
-            available.
 
     Returns:
         enabled, device, config, policy, fingerprint, plugins, vendors, ops (name to signature,
@@ -40,10 +34,7 @@ def inventory(
     ties: list[dict[str, Any]] = []
     for op in sorted({*snapshot.declarations, *snapshot.impls_by_op}):
         impls = snapshot.impls_by_op.get(op, ())
-        verdicts = {}
-        for impl in impls:
-            tell("probe", op, impl.impl_id)
-            verdicts[impl.impl_id] = impl.availability(device)
+        verdicts = {impl.impl_id: impl.availability(device) for impl in impls}
         decisions, problem = _decisions(manager, op)
         eager = decisions.get("eager")
         signature = snapshot.declarations.get(op)

@@ -88,7 +88,7 @@ def prepare(tell: Tell, skip: Skip = ()) -> Prepared:
     """Configuration, discovery and device, each as far as it gets.
 
     Args:
-        tell: is told of each plugin before it is loaded.
+        tell: is told of each plugin before it is loaded, and of each probe before it is asked.
         skip: what is left out, because it ended the process before.
     """
     config, problem = Config(), None
@@ -120,8 +120,12 @@ def prepare(tell: Tell, skip: Skip = ()) -> Prepared:
     except ConfigError as error:
         config, problem = Config(), problem or str(error)
         device = detect(None)
-    manager = OpManager(registry, config=config, device=device)
+    for op, impls in registry.snapshot().impls_by_op.items():
+        for impl in impls:
+            tell("probe", op, impl.impl_id)
+            impl.availability(device)
     tell("manager")
+    manager = OpManager(registry, config=config, device=device)
     manager.ensure_initialized()
     return Prepared(manager, problem)
 
@@ -154,7 +158,7 @@ def _registry(tell: Tell, skip: Skip = (), describe_device: bool = False) -> dic
     from .inventory import inventory
 
     prepared = prepare(tell, skip)
-    answer = inventory(prepared.manager, tell=tell)
+    answer = inventory(prepared.manager)
     answer["config_error"] = prepared.config_error
     if describe_device and _reason(skip, ("device",)) is None:
         tell("device")

@@ -88,17 +88,17 @@ RULES: tuple[Rule, ...] = (
         source="torch_npu 2.13.0, at import",
     ),
     Rule(
-        "vllm", ">=0.20.2,<0.27", "torch", "==2.11.*", needed=True,
+        "vllm", ">=0.20.2,<0.27", "torch", "==2.11.*",
         why=f"{_VLLM_PINS} is 2.11", advice="install vLLM again, with its own torch",
         source="the metadata of vLLM",
     ),
     Rule(
-        "vllm", ">=0.28,<0.33", "torch", "==2.13.*", needed=True,
+        "vllm", ">=0.28,<0.33", "torch", "==2.13.*",
         why=f"{_VLLM_PINS} is 2.13", advice="install vLLM again, with its own torch",
         source="the metadata of vLLM",
     ),
     Rule(
-        "vllm", ">=0.33,<0.34", "torch", "==2.14.*", needed=True,
+        "vllm", ">=0.33,<0.34", "torch", "==2.14.*",
         why=f"{_VLLM_PINS} is 2.14", advice="install vLLM again, with its own torch",
         source="the metadata of vLLM",
     ),

@@ -67,7 +67,8 @@ class PluginRecord:
 
     def to_dict(self) -> dict[str, Any]:
         """JSON-ready data."""
-        return {name: getattr(self, name) for name in self.__slots__}
+        data = {name: getattr(self, name) for name in self.__slots__}
+        return data | {"undeclared": list(self.undeclared)}
 
 
 @dataclass(frozen=True, slots=True)

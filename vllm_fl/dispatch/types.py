@@ -302,7 +302,7 @@ class OpImpl:
                     code="unavailable",
                     default_reason="its availability probe says no",
                 )
-            except Exception as error:
+            except (Exception, SystemExit) as error:
                 return Rejected(
                     f"its availability probe raised {type(error).__name__}: {error}",
                     "probe_error",

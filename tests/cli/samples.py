@@ -1,0 +1,159 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A machine that is the same everywhere: what the commands' tests and pages show."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from vllm_fl.backends import Backend
+from vllm_fl.cli.diagnosis import diagnose
+from vllm_fl.cli.explain import explain
+from vllm_fl.cli.inventory import inventory
+from vllm_fl.cli.list import listing
+from vllm_fl.cli.snapshot import snapshot
+from vllm_fl.dispatch import Config, OpImpl, OpManager, OpRegistry, load_config
+from vllm_fl.dispatch.discovery import PluginRecord
+from vllm_fl.dispatch.types import BackendImplKind, DeviceFacts, Origin, VendorInfo
+from vllm_fl.ops.activation import SILU_AND_MUL
+from vllm_fl.ops.normalization import RMS_NORM
+
+HERE = Path(__file__).parent
+OURS = Origin("builtin", "vllm_fl", "vllm-fl", "0.1.0")
+ACME = Origin("entry_point", "acme", "vllm-plugin-acme", "1.2.0")
+
+
+class Kernels(Backend):
+    """Two functions that nobody calls."""
+
+    def silu_and_mul(self, x: Any) -> Any:
+        return x
+
+    def rms_norm(self, x: Any, weight: Any, epsilon: Any, variance_size: Any = None) -> Any:
+        return x
+
+
+class Acme(Kernels):
+    device_types = ("acme",)
+    requires = ("acme_kernels",)
+
+
+class Cpu(Kernels):
+    device_types = ("cpu",)
+
+
+class Reference(Kernels):
+    pass
+
+
+def whole_vectors(facts: Any) -> bool | str:
+    """A guard on what a layer knows."""
+    size = facts["hidden_size"]
+    return size % 8 == 0 or f"hidden_size {size} is not a multiple of 8"
+
+
+def contiguous(x: Any, weight: Any, epsilon: Any, variance_size: Any = None) -> bool | str:
+    """A guard on what changes from call to call."""
+    return x.is_contiguous() or "x is not contiguous"
+
+
+def impls_of(backend: Kernels, impl_id: str, priority: int, **guards: Any) -> list[OpImpl]:
+    """Both functions of a backend; the guards are the norm's."""
+    head, _, tail = impl_id.partition(".")
+    kind = BackendImplKind(head if head != "default" else "flagos")
+    fields: dict[str, Any] = {"vendor": tail} if head == "vendor" else {}
+    return [
+        OpImpl("silu_and_mul", impl_id, kind, backend.silu_and_mul, priority=priority, **fields),
+        OpImpl("rms_norm", impl_id, kind, backend.rms_norm, priority=priority, **fields, **guards),
+    ]
+
+
+def registry() -> OpRegistry:
+    """Reference, the CPU's kernels, and a vendor whose package and device are elsewhere."""
+    made = OpRegistry()
+    with made.batch(OURS):
+        for contract in (SILU_AND_MUL, RMS_NORM):
+            made.declare(contract.signature)
+        made.register_many(impls_of(Reference(), "reference.torch", 50))
+        guards = {"supports_layer": whole_vectors, "supports": contiguous}
+        made.register_many(impls_of(Cpu(), "vendor.cpu", 100, **guards))
+    with made.batch(ACME):
+        made.declare_vendor(VendorInfo("acme", "acme", "Acme"))
+        made.register_many(impls_of(Acme(), "vendor.acme", 100))
+    made.plugins = (
+        PluginRecord("vllm_fl", "builtin", "vllm_fl", "vllm-fl", "0.1.0", 0.1, 4),
+        PluginRecord("acme", "entry_point", "vllm_fl_acme", "vllm-plugin-acme", "1.2.0", 0.1, 2),
+    )
+    return made
+
+
+def manager(config: Config | None = None, *, cpu: bool = True) -> OpManager:
+    """A manager of this machine."""
+    device = DeviceFacts("cpu", "cpu") if cpu else DeviceFacts("acme", "acme")
+    return OpManager(registry(), config=config or Config(), device=device)
+
+
+def found(made: OpManager | None = None) -> dict[str, Any]:
+    """What the survey of this machine finds."""
+    data = inventory(made or manager())
+    # Of these functions' own sources.
+    return {**data, "config_error": None, "fingerprint": "5d2490a292aa7aba"}
+
+
+VERSIONS: list[dict[str, Any]] = [
+    {"package": "python", "version": "3.12.3", "distribution": ""},
+    {"package": "vllm-fl", "version": "0.1.0", "distribution": "vllm-fl"},
+    {"package": "vllm", "version": "0.32.0", "distribution": "vllm"},
+    {"package": "torch", "version": "2.13.0+cpu", "distribution": "torch"},
+    {"package": "triton", "version": "3.7.1", "distribution": "triton"},
+    {"package": "flag-gems", "version": "5.0.2", "distribution": "flag-gems"},
+    {"package": "torch-npu", "version": None, "distribution": ""},
+    {"package": "numpy", "version": "2.3.5", "distribution": "numpy"},
+    {"package": "sqlalchemy", "version": "2.0.48", "distribution": "sqlalchemy"},
+]
+
+IMPORTS: dict[str, str | None] = {"torch": None, "numpy": None}
+
+HOOKS: dict[str, Any] = {
+    "error": None,
+    "vllm": "0.32.0",
+    "enabled": True,
+    "device": "cpu",
+    "installed": [
+        {
+            "name": "vllm.v1.worker.worker_base.WorkerBase.vllm_fl_dispatch",
+            "purpose": "answer for the route table over RPC",
+            "in_place": True,
+        }
+    ],
+    "awaited": ["vllm.model_executor.layers.layernorm"],
+}
+
+
+def sample_list() -> dict[str, Any]:
+    """The answer of `vllm-fl list`."""
+    return listing(found())
+
+
+def sample_explain() -> dict[str, Any]:
+    """The answer of `vllm-fl explain rms_norm --vendor acme --shape 32,4096`."""
+    return explain(manager(), "rms_norm", shapes={"": (32, 4096)}, vendor="acme")
+
+
+def sample_config() -> dict[str, Any]:
+    """The answer of `vllm-fl config` with a file and a variable."""
+    import contextlib
+
+    with contextlib.chdir(HERE):
+        config = load_config({"VLLM_FL_CONFIG": "policy.yaml", "VLLM_FL_STRICT": "1"})
+    return config.to_dict()
+
+
+def sample_doctor() -> dict[str, Any]:
+    """The answer of `vllm-fl doctor`."""
+    return diagnose(VERSIONS, IMPORTS, found(), HOOKS)
+
+
+def sample_snapshot() -> dict[str, Any]:
+    """The answer of `vllm-fl snapshot`."""
+    return snapshot(VERSIONS, found(), machine="Linux-6.8-x86_64-with-glibc2.39")

@@ -1,0 +1,170 @@
+# SPDX-License-Identifier: Apache-2.0
+from __future__ import annotations
+
+import json
+
+import pytest
+
+from tests.cli import samples
+from tests.cli.helpers import run, text_of, untold
+from vllm_fl.cli.errors import CommandError, UsageError
+from vllm_fl.cli.explain import explain, render
+from vllm_fl.cli.main import main
+from vllm_fl.dispatch import OpManager, SelectionPolicy
+from vllm_fl.dispatch.config import Config
+from vllm_fl.dispatch.discovery import PluginRecord
+from vllm_fl.dispatch.registry import OpRegistry
+
+CODES = ("code", "kind", "priority", "device", "asked", "vendor")
+"""Machine-readable words for what the text says in sentences."""
+
+
+def said(data) -> dict[str, str]:
+    """impl_id to the reason, for each loser."""
+    return {loser["impl_id"]: loser["reason"] for loser in data["losers"]}
+
+
+def test_the_text_tells_all_that_the_data_tell() -> None:
+    assert untold(render, samples.sample_explain(), CODES) == []
+    policy = SelectionPolicy(prefer="reference")
+    data = explain(samples.manager(Config(policy=policy)), "rms_norm", shapes={"": [3, 5]})
+    assert untold(render, data, CODES) == []
+
+
+def test_it_is_the_decision_of_the_manager() -> None:
+    manager = samples.manager()
+    data = explain(manager, "silu_and_mul")
+    decision = manager.decide("silu_and_mul").to_dict()
+    assert {key: data[key] for key in decision if key != "device"} == {
+        key: value for key, value in decision.items() if key != "device"
+    }
+    assert data["device"]["device_class"] == "cpu"
+
+
+def test_without_a_shape_no_guard_is_asked_and_that_is_told() -> None:
+    data = explain(samples.manager(), "rms_norm")
+    assert (data["asked"], data["given"], data["assumed"]) == ("none", {}, {})
+    assert "guards were not asked; give a --shape" in text_of(render, data)
+
+
+def test_with_a_shape_the_guards_are_asked_and_what_was_assumed_is_told() -> None:
+    data = explain(samples.manager(), "rms_norm", shapes={"": (7, 61)}, dtype="float16")
+    assert data["winner"]["impl_id"] == "reference.torch"
+    assert said(data)["vendor.cpu"] == "hidden_size 61 is not a multiple of 8"
+    assert data["asked"] == "all guards"
+    assert data["given"] == {"x": "float16[7, 61]"}
+    assert data["assumed"]["weight"] == "float16[61]"
+    assert data["facts"]["hidden_size"] == 61
+
+
+def test_another_vendors_device_is_told_with_what_was_assumed_and_what_is_missing_here() -> None:
+    data = explain(samples.manager(), "rms_norm", vendor="acme")
+    assert data["winner"]["impl_id"] == "vendor.acme"
+    assert data["device"] == {
+        "vendor": "acme",
+        "device_type": "acme",
+        "name": "",
+        "arch": "",
+        "assumed": True,
+        "assumed_modules": ["acme_kernels"],
+        "device_class": "acme",
+    }
+    assert said(data)["vendor.cpu"] == "runs on cpu, this device is acme"
+    assert data["registered"][0] == {
+        "impl_id": "vendor.acme",
+        "device_types": ["acme"],
+        "requires": ["acme_kernels"],
+        "missing": ["acme_kernels"],
+    }
+
+
+@pytest.mark.parametrize("vendor", ["ascend", "cuda", "metax", "sunrise", "cpu"])
+def test_every_vendor_of_the_device_table_can_be_asked_about(vendor: str) -> None:
+    data = explain(samples.manager(), "rms_norm", vendor=vendor, shapes={"": (4, 64)})
+    assert data["winner"]["impl_id"] == ("vendor.cpu" if vendor == "cpu" else "reference.torch")
+    assert data["device"]["assumed_modules"] == []
+
+
+def test_a_vendor_that_only_registered_is_known_by_its_backends_device_type() -> None:
+    manager = samples.manager()
+    manager.registry.register_impl(
+        samples.impls_of(type("Chip", (samples.Kernels,), {"device_types": ("brandpu",)})(),
+                         "vendor.brand", 100)[0]
+    )  # fmt: skip
+    data = explain(manager, "silu_and_mul", vendor="brand")
+    assert data["winner"]["impl_id"] == "vendor.brand"
+    assert data["device"]["device_class"] == "brand:brandpu"
+
+
+def test_compiled_is_left_to_the_compiler_where_vllm_has_the_layer() -> None:
+    data = explain(samples.manager(), "rms_norm", mode="compiled")
+    assert (data["winner"]["impl_id"], data["reason"]) == ("native", "left to the compiler")
+    order = SelectionPolicy(per_op_order={"rms_norm@compiled": ["vendor:cpu"]})
+    data = explain(samples.manager(Config(policy=order)), "rms_norm", mode="compiled")
+    assert data["winner"]["impl_id"] == "vendor.cpu"
+
+
+@pytest.mark.parametrize(
+    ("options", "problem"),
+    [
+        ({"op": "rms_nrom"}, "unknown op 'rms_nrom'; known: rms_norm, silu_and_mul. Did you mean"),
+        ({"op": "rms_nrom", "dtype": "float16"}, "unknown op 'rms_nrom'"),
+        ({"op": "rms_norm", "vendor": "acne"}, '--vendor: unknown vendor "acne"; valid: acme, '),
+        ({"op": "rms_norm", "dtype": "half"}, "unknown dtype 'half' for rms_norm; valid: bfloat16"),
+        ({"op": "rms_norm", "shapes": {"y": (1,)}}, "rms_norm has no array 'y'; valid: x, weight."),
+    ],
+)
+def test_what_nobody_knows_is_wrong_usage(options, problem: str) -> None:
+    with pytest.raises(UsageError) as caught:
+        explain(samples.manager(), **options)
+    assert str(caught.value).startswith(problem)
+
+
+def test_an_op_without_a_contract_is_explained_without_arguments() -> None:
+    manager = samples.manager()
+    impl = samples.impls_of(samples.Cpu(), "vendor.cpu", 100)[0]
+    manager.registry.register_impl(
+        type(impl)("own_op", "vendor.cpu", impl.kind, impl.fn, "cpu", 100)
+    )
+    assert explain(manager, "own_op")["winner"]["impl_id"] == "vendor.cpu"
+    with pytest.raises(UsageError, match=r"own_op has no contract in vllm_fl, .* leave out --sh"):
+        explain(manager, "own_op", shapes={"": (4,)})
+
+
+def test_where_our_own_ops_are_missing_an_unknown_op_is_no_wrong_usage() -> None:
+    registry = OpRegistry()
+    registry.plugins = (
+        PluginRecord("vllm_fl.ops", "builtin", "", "vllm-fl", "0", 0.0, error="no torch"),
+    )
+    with pytest.raises(CommandError, match=r"Note: vllm_fl.ops failed \(no torch\)") as caught:
+        explain(OpManager(registry, config=Config()), "rms_norm")
+    assert type(caught.value) is CommandError
+
+
+@pytest.mark.parametrize(
+    ("arguments", "problem"),
+    [
+        (["--shape", "4,x"], 'must be sizes such as 32,4096 or key=32,1024, found "4,x"'),
+        (["--shape", "4,-1"], 'found "4,-1"'),
+        (["--shape", "=4"], 'found "=4"'),
+        (["--set", "epsilon"], 'must be NAME=VALUE, found "epsilon"'),
+        (["--mode", "fast"], "invalid choice: 'fast'"),
+    ],
+)
+def test_a_malformed_option_is_wrong_usage(capsys, arguments: list[str], problem: str) -> None:
+    with pytest.raises(SystemExit) as ended:
+        main(["explain", "rms_norm", *arguments])
+    assert ended.value.code == 2
+    assert problem in capsys.readouterr().err
+
+
+def test_a_name_that_only_the_child_can_check_is_exit_code_2(without) -> None:
+    done = run("explain", "scale", "--vendor", "ascent", path=[without("torch", "vllm")])
+    assert (done.returncode, done.stdout) == (2, "")
+    assert 'vllm-fl explain: --vendor: unknown vendor "ascent"; valid: ascend,' in done.stderr
+
+
+def test_on_this_machine_the_answer_is_json_and_stands_alone() -> None:
+    done = run("explain", "silu_and_mul", "--vendor", "ascend", "--json")
+    assert (done.returncode, done.stderr) == (0, "")
+    assert json.loads(done.stdout)["device"]["device_class"] == "ascend:npu"
