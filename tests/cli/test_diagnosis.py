@@ -131,7 +131,7 @@ def test_an_op_that_nothing_can_serve_is_a_problem_and_one_that_nobody_implement
 
 def test_what_the_reference_serves_is_a_note() -> None:
     assert findings(found=of("reference.torch")) == [
-        ("note", "operators", "the reference serves scale: right, and slow")
+        ("note", "operators", "the reference serves scale: correct, and slow")
     ]
 
 
@@ -172,6 +172,16 @@ def test_a_hook_that_somebody_replaced_and_a_platform_that_is_another_are_notes(
     assert [(level, about) for level, about, _ in findings(hooks=hooks)] == [
         ("note", "hooks"),
         ("note", "device"),
+    ]
+
+
+def test_a_chip_of_which_only_a_part_is_here_is_a_note() -> None:
+    sightings = [
+        {"vendor": "cuda", "found": True, "text": "cuda: found by /dev/nvidia0"},
+        {"vendor": "ascend", "found": False, "text": "ascend: not found; /dev/davinci0 is here"},
+    ]
+    assert findings(found=samples.found() | {"sightings": sightings}) == [
+        ("note", "device", "ascend: not found; /dev/davinci0 is here")
     ]
 
 

@@ -44,6 +44,7 @@ def test_each_plugin_and_probe_is_told_before_it_is_tried(plugins) -> None:
     assert told == [
         ("plugin", "module", "vllm_fl_one"),
         ("plugin", "module", "vllm_fl_two"),
+        ("device",),
         ("probe", "scale", "vendor.acme"),
         ("probe", "scale", "vendor.acme.two"),
         ("manager",),

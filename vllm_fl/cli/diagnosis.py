@@ -123,6 +123,9 @@ def _of_registry(found: Mapping[str, Any], *, torch_works: bool) -> Iterator[Fin
             "problem", "configuration", found["config_error"],
             "correct it; vLLM does not start with it. Everything here is told for the defaults",
         )  # fmt: skip
+    for sighting in found.get("sightings", ()):
+        if not sighting["found"]:
+            yield _finding("note", "device", sighting["text"], "nothing, unless it is your device")
     for record in found["plugins"]:
         yield from _of_plugin(record, torch_works)
     for name, op in found["ops"].items():
@@ -131,7 +134,7 @@ def _of_registry(found: Mapping[str, Any], *, torch_works: bool) -> Iterator[Fin
     if reference:
         yield _finding(
             "note", "operators",
-            f"the reference serves {', '.join(reference)}: right, and slow",
+            f"the reference serves {', '.join(reference)}: correct, and slow",
             "in vLLM, its own forward stays where it is faster; else install the vendor's package",
         )  # fmt: skip
     for tie in found["ties"]:

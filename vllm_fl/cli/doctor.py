@@ -76,7 +76,7 @@ def _problem(reply: Reply) -> str | None:
 
 def _registry() -> dict[str, Any]:
     try:
-        return survey("registry", quiet=True, describe_device=True)
+        return survey("registry", quiet=True)
     except CommandError as error:
         return {"error": str(error)}
 
@@ -157,5 +157,5 @@ def _print_hooks(hooks: Mapping[str, Any], stream: TextIO) -> None:
         (hook["name"], hook["purpose"], "in place" if hook["in_place"] else "replaced by others")
         for hook in hooks["installed"]
     ]
-    rows += [(module, "hook its classes", "when imported") for module in hooks["awaited"]]
+    rows += [(module, "hook what it holds", "when imported") for module in hooks["awaited"]]
     print_table(stream, ("where", "what for", "state"), rows)

@@ -15,6 +15,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from ..backends.vendor.devices import detect, observed
+from ..backends.vendor.devices import survey as sightings
 from ..dispatch.config import Config, load_config, shipped_policy
 from ..dispatch.discovery import discover
 from ..dispatch.errors import ConfigError, DispatchError
@@ -113,6 +114,9 @@ def prepare(tell: Tell, skip: Skip = ()) -> Prepared:
     _replace_crashing_probes(registry, skip)
     try:
         device = detect(config.platform, registry.snapshot().known_vendors())
+        if _reason(skip, ("device",)) is None:
+            tell("device")
+            device = observed(device)  # as in a worker: a shipped policy may be for the product
         if problem is None:
             config = load_config(shipped=shipped_policy(device))
             notes = [f"Note: {p.name} failed ({p.error})." for p in registry.plugins if not p.ok]
@@ -154,17 +158,18 @@ def _without_probe(impl: OpImpl, reason: str) -> OpImpl:
     return replace(impl, fn=fn, available=lambda: reason)
 
 
-def _registry(tell: Tell, skip: Skip = (), describe_device: bool = False) -> dict[str, Any]:
+def _registry(tell: Tell, skip: Skip = ()) -> dict[str, Any]:
     from .inventory import inventory
 
     prepared = prepare(tell, skip)
-    answer = inventory(prepared.manager)
-    answer["config_error"] = prepared.config_error
-    if describe_device and _reason(skip, ("device",)) is None:
-        tell("device")
-        facts = observed(prepared.manager.device)
-        answer["device"] |= {"name": facts.name, "arch": facts.arch}
-    return answer
+    return {
+        **inventory(prepared.manager),
+        "config_error": prepared.config_error,
+        "sightings": [
+            {"vendor": sighting.vendor, "found": sighting.found, "text": str(sighting)}
+            for sighting in sightings()
+        ],
+    }
 
 
 def _explain(tell: Tell, skip: Skip = (), **asked: Any) -> dict[str, Any]:

@@ -34,7 +34,7 @@ def add_parser(commands: Any) -> None:
 
 def run(arguments: argparse.Namespace) -> int:
     """Print the snapshot; exit code 1 where a plugin failed or the configuration is wrong."""
-    data = snapshot(installed_versions(), survey("registry", quiet=True, describe_device=True))
+    data = snapshot(installed_versions(), survey("registry", quiet=True))
     emit(data, render, as_json=not arguments.text)
     failed = any(record["error"] is not None for record in data["plugins"])
     return 1 if failed or data["config_error"] else 0

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from ..dispatch.errors import did_you_mean
-from .arrays import bind_axes, holds, shape_of
+from .arrays import ArraySpec, bind_axes, holds, shape_of
 from .contract import OpContract
 
 __all__ = ["FakeCall", "dtype_of", "fake_call"]
@@ -80,14 +80,13 @@ def fake_call(
     _check_names(contract, values, scalars, "scalar argument")
     arguments = {**example, **values}
     axes = _axes(contract, shapes, arguments, dtype)
-    form = _form_of(contract, main, shapes.get(main), axes)
+    form = _form_of(contract.arrays[main], shapes.get(main), axes)
     sized = {}
     for name, spec in contract.arrays.items():
         if name in shapes:
             sized[name] = shapes[name]
         elif isinstance(example[name], torch.Tensor):
-            alternatives = shape_of(spec, axes)
-            sized[name] = alternatives[form if form < len(alternatives) else 0]
+            sized[name] = _sized_like(spec, example[name], axes, form)
     for constraint in contract.constraints:
         if not holds(constraint, {**arguments, **axes}):
             raise ValueError(
@@ -162,14 +161,37 @@ def _axes(
     return {**assumed, **known, **{n: v for n, v in scalars.items() if isinstance(v, int)}}
 
 
+def _alternatives(spec: ArraySpec, axes: Mapping[str, Any]) -> list[tuple[int, ...] | None]:
+    """The shape of each alternative of a spec; None where it has an axis that nothing tells."""
+    shapes: list[tuple[int, ...] | None] = []
+    for part in spec.removesuffix("?").strip("()").split(" or "):
+        try:
+            shapes.append(tuple(shape_of(part, axes)[0]))
+        except KeyError:
+            shapes.append(None)
+    return shapes
+
+
 def _form_of(
-    contract: OpContract, name: str, shape: tuple[int, ...] | None, axes: Mapping[str, Any]
-) -> int:
-    """Which of the alternatives of a spec the argument under test has."""
-    if shape is None:
-        return 0
-    alternatives = [tuple(one) for one in shape_of(contract.arrays[name], axes)]
-    return alternatives.index(shape) if shape in alternatives else 0
+    spec: ArraySpec, shape: tuple[int, ...] | None, axes: Mapping[str, Any]
+) -> tuple[int, int] | None:
+    """Which of how many alternatives a given shape has; None where none is given."""
+    alternatives = _alternatives(spec, axes)
+    return None if shape not in alternatives else (alternatives.index(shape), len(alternatives))
+
+
+def _sized_like(
+    spec: ArraySpec, example: torch.Tensor, axes: Mapping[str, Any], form: tuple[int, int] | None
+) -> tuple[int, ...]:
+    """The shape of an array that was not given: in the form of the one under test where it has
+    the same alternatives, else with as many dimensions as the example has."""
+    alternatives = _alternatives(spec, axes)
+    if form is not None and form[1] == len(alternatives):
+        fitting = [alternatives[form[0]]]
+    else:
+        fitting = [s for s in alternatives if s is not None and len(s) == example.ndim]
+        fitting += alternatives if "..." in spec else []
+    return next((shape for shape in fitting if shape is not None), tuple(example.shape))
 
 
 def _tensors(
