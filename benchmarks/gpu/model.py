@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""One vLLM configuration on one GPU: GPU time per decode step, log-probabilities to compare, routes.
+"""One vLLM configuration on one GPU: GPU time per decode step, log-probabilities, routes.
 
     python benchmarks/gpu/model.py run MODEL OUT.json [--mode eager|decode-graph|graph]
                                    [--attention TRITON_ATTN] [--stock] [--repeat 3]
