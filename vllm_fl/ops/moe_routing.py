@@ -259,14 +259,16 @@ def _grouped_topk_canonical(
 ) -> tuple[torch.Tensor | None, ...]:
     logits, topk, renormalize, _, _, scoring_func, factor, bias = given(args, 8)
     scores = _scores(logits.double(), scoring_func or "softmax")
+    smallest = max(SINGLE.tiny / SINGLE.eps, torch.finfo(args[0].dtype).tiny)
     return as_choice(
         outputs,
         topk,
         scores=scores,
-        preference=scores if bias is None else scores + bias.double(),
+        # Scores that the dtype does not tell from zero may be exchanged.
+        preference=scores.clamp(min=smallest) if bias is None else scores + bias.double(),
         renormalize=renormalize,
         factor=1.0 if factor is None else factor,
-        smallest=max(SINGLE.tiny / SINGLE.eps, torch.finfo(args[0].dtype).tiny),
+        smallest=smallest,
         weights_of_float32=args[0].dtype is torch.float32,
     )
 

@@ -79,6 +79,26 @@ def topk_softmax_cases() -> tuple[Case, ...]:
     return tuple(Case(name, partial(_inputs, **kw)) for name, kw in variants.items())
 
 
+def _distance_of_groups(
+    logits: torch.Tensor,
+    groups: int,
+    topk_group: int,
+    scoring_func: str,
+    bias: torch.Tensor | None,
+) -> torch.Tensor:
+    """From the last group that is taken to the first that is not, relative to the former."""
+    scores = logits.double()
+    if scoring_func != "none":
+        scores = scores.softmax(-1) if scoring_func == "softmax" else scores.sigmoid()
+    choice = scores if bias is None else scores + bias.double()
+    best = choice.unflatten(-1, (groups, -1)).sort(dim=-1, descending=True).values
+    worth = best[..., : 1 if bias is None else 2].sum(-1).sort(dim=-1, descending=True).values
+    if topk_group == groups:
+        return torch.ones_like(worth[..., 0])
+    last, next_one = worth[..., topk_group - 1], worth[..., topk_group]
+    return (last - next_one) / last.abs().clamp(min=1e-30)
+
+
 def _group_inputs(
     dtype: torch.dtype,
     generator: torch.Generator,
@@ -92,38 +112,26 @@ def _group_inputs(
     scoring_func: str = "softmax",
     factor: float = 1.0,
     bias: torch.dtype | None = None,
-    spread: float = 1.0,
+    magnitude: float = 1.0,
     layout: str = "",
 ) -> tuple[Any, ...]:
-    """Groups are kept apart by far more than rounding: each has a level of its own, and its
-    two best experts are 1.5 and 1.2 above it. Which of two equal groups is taken is open, and
-    nothing could tell a right choice between nearly equal ones from a wrong one."""
-    level = torch.rand(tokens, groups, generator=generator).argsort(dim=-1)
-    logits = 0.4 * torch.rand(tokens, groups, of, generator=generator)
-    if of > 1:
-        best = torch.rand(tokens, of, generator=generator).argsort(dim=-1)
-        index = best[:, None, :].expand(tokens, groups, of)
-        logits.scatter_(2, index[..., :1], 1.5).scatter_(2, index[..., 1:2], 1.2)
-    logits = spread * (logits + 4.0 * level[..., None] / groups - 2.0).view(tokens, groups * of)
-    if scoring_func == "none":
-        logits = logits.sigmoid()
-    logits = logits.to(dtype)
+    """Of 64 rows for each token the one whose groups are furthest apart, so that rounding takes
+    no other ones: nothing could tell a right choice between nearly equal groups from a wrong
+    one."""
+    rows = magnitude * torch.randn(64, tokens, groups * of, generator=generator)
+    rows = (rows.sigmoid() if scoring_func == "none" else rows).to(dtype)
+    size = 0.01 if scoring_func == "softmax" else 0.1
+    offsets = None
+    if bias is not None:
+        offsets = (size * torch.randn(groups * of, generator=generator)).to(bias)
+    apart = _distance_of_groups(rows, groups, topk_group, scoring_func, offsets)
+    logits = rows[apart.argmax(dim=0), torch.arange(tokens)]
     if layout == "permuted":
         logits = logits.t().contiguous().t()
     elif layout == "slice":
         logits = torch.cat((logits, logits), dim=1)[:, : groups * of]
-    # Small enough to leave the groups in their order.
-    offsets = 0.01 * torch.randn(groups * of, generator=generator)
-    return (
-        logits,
-        topk,
-        renormalize,
-        groups,
-        topk_group,
-        scoring_func,
-        factor,
-        None if bias is None else offsets.to(bias),
-    )
+    arguments = (logits, topk, renormalize, groups, topk_group, scoring_func, factor)
+    return (*arguments, offsets)
 
 
 def grouped_topk_cases() -> tuple[Case, ...]:
@@ -140,12 +148,12 @@ def grouped_topk_cases() -> tuple[Case, ...]:
         "top 1 of one group": {"topk": 1, "topk_group": 1},
         "odd and prime sizes": {"groups": 5, "of": 7, "topk": 3, "topk_group": 3},
         "top 40": {"groups": 4, "of": 32, "topk": 40},
-        "40 groups": {"groups": 40, "of": 4, "topk": 6, "topk_group": 3, "spread": 4.0},
+        "40 groups": {"groups": 40, "of": 4, "topk": 6, "topk_group": 3},
         "1040 experts": {"groups": 8, "of": 130, "topk": 8, "topk_group": 4},
         "slice of wider rows": {"layout": "slice"},
         "permuted": {"layout": "permuted"},
-        "tiny values": {"spread": 1e-3},
-        "huge values": {"spread": 1e4, "renormalize": False},
+        "tiny values": {"magnitude": 1e-3},
+        "huge values": {"magnitude": 1e4, "renormalize": False},
         "sigmoid": {"scoring_func": "sigmoid", "renormalize": False},
         "sigmoid, scaled": {"scoring_func": "sigmoid", "factor": 16.0},
         "sigmoid, bias": {"scoring_func": "sigmoid", "bias": single},
@@ -159,7 +167,7 @@ def grouped_topk_cases() -> tuple[Case, ...]:
             "factor": 2.5,
         },
         "sigmoid, bias of bfloat16": {"scoring_func": "sigmoid", "bias": torch.bfloat16},
-        "softmax, bias": {"bias": single, "spread": 2.0},
+        "softmax, bias": {"bias": single},
         "scores": {"scoring_func": "none", "bias": single},
     }
     return tuple(Case(name, partial(_group_inputs, **kw)) for name, kw in variants.items())

@@ -80,7 +80,6 @@ class Checker:
             tuple(problems),
             reason,
             time.perf_counter() - start,
-            self.device,
         )
 
     def _check(self, dtype: torch.dtype, case_name: str, problems: Problems) -> str | None:
