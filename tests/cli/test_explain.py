@@ -41,6 +41,11 @@ def test_it_is_the_decision_of_the_manager() -> None:
     assert data["device"]["device_class"] == "cpu"
 
 
+def test_being_switched_off_is_told() -> None:
+    data = explain(samples.manager(Config(values={"enabled": False})), "rms_norm")
+    assert "but vllm_fl is switched off" in text_of(render, data)
+
+
 def test_without_a_shape_no_guard_is_asked_and_that_is_told() -> None:
     data = explain(samples.manager(), "rms_norm")
     assert (data["asked"], data["given"], data["assumed"]) == ("none", {}, {})

@@ -32,6 +32,11 @@ def test_availability_is_told_with_its_reason() -> None:
     assert text.count("no: runs on acme, this device is cpu") == 2
 
 
+def test_being_switched_off_is_told() -> None:
+    data = listing(samples.found() | {"enabled": False})
+    assert text_of(render, data).endswith("vllm_fl is switched off: vLLM runs as without it\n")
+
+
 def test_an_op_and_what_is_available_can_be_asked_for() -> None:
     data = listing(samples.found(), op="rms_norm", available=True)
     assert [(r["op"], r["impl_id"]) for r in data["implementations"]] == [

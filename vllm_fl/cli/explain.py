@@ -114,7 +114,7 @@ def explain(
         vendor: decide for this vendor's device, whatever this machine has.
 
     Returns:
-        What `Decision.to_dict` gives; given and assumed (argument to text); facts; asked
+        What `Decision.to_dict` gives; enabled; given and assumed (argument to text); facts; asked
         (which guards were asked); registered (for each implementation what it runs on and
         requires, and what of that is missing here).
 
@@ -170,6 +170,7 @@ def explain(
         raise _unknown(manager, op) from None
     return {
         **_as_data(decision),
+        "enabled": manager.config.enabled,
         "given": given,
         "assumed": assumed,
         "facts": {name: _plain(value) for name, value in (facts or {}).items()},
@@ -246,6 +247,8 @@ def render(data: Mapping[str, Any], stream: TextIO) -> None:
     if device["assumed_modules"]:
         lines.append(f"  assumed to be installed there: {', '.join(device['assumed_modules'])}")
     lines.append(f"  {_ASKED[data['asked']]}")
+    if not data["enabled"]:
+        lines.append("  but vllm_fl is switched off: vLLM runs as without it")
     print("\n".join(lines), file=stream)
     if data["registered"]:
         print("\nRegistered:", file=stream)

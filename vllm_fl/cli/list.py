@@ -49,8 +49,8 @@ def listing(
         available: only implementations that can be used here.
 
     Returns:
-        device, implementations, unimplemented (ops that nobody implements), failed (plugins
-        that did not register, with their errors), config_error.
+        enabled, device, implementations, unimplemented (ops that nobody implements), failed
+        (plugins that did not register, with their errors), config_error.
 
     Raises:
         UsageError: nobody knows the op.
@@ -64,6 +64,7 @@ def listing(
     ]
     implemented = {entry["op"] for entry in found["implementations"]}
     return {
+        "enabled": found["enabled"],
         "device": found["device"]["device_class"],
         "implementations": rows,
         "unimplemented": [
@@ -119,5 +120,7 @@ def render(data: Mapping[str, Any], stream: TextIO) -> None:
         print(f"Without an implementation: {', '.join(data['unimplemented'])}", file=stream)
     for entry in data["failed"]:
         print(f"FAILED plugin {entry['plugin']}: {entry['error']}", file=stream)
+    if not data["enabled"]:
+        print("vllm_fl is switched off: vLLM runs as without it", file=stream)
     if data["config_error"]:
         print(f"WRONG configuration: {data['config_error']}", file=stream)

@@ -8,6 +8,7 @@ BUILTIN_MODULES: tuple[str, ...] = (
     "vllm_fl.backends.vendor.cpu.register_ops",
     "vllm_fl.backends.vendor.ascend.register_ops",
     "vllm_fl.backends.flaggems.register_ops",
+    "vllm_fl.backends.vendor.cuda.register_ops",
 )
 """Modules with `register_builtins(registry)`, in the order in which they are run."""
 

@@ -80,6 +80,7 @@ class Checker:
             tuple(problems),
             reason,
             time.perf_counter() - start,
+            self.device,
         )
 
     def _check(self, dtype: torch.dtype, case_name: str, problems: Problems) -> str | None:

@@ -52,6 +52,7 @@ class Failure:
         op, impl_id, dtype, case: where; dtype by name, e.g. "bfloat16".
         kind: what sort of promise.
         what: what differed, for people.
+        device: where the tensors were, as torch names it.
     """
 
     op: str
@@ -60,21 +61,18 @@ class Failure:
     case: str
     kind: Kind
     what: str
+    device: str = "cpu"
 
     @property
     def rerun(self) -> str:
         """The command that runs this case alone, if the implementation is registered."""
-        return rerun_command(self.op, self.impl_id, self.dtype, self.case)
+        words = ["vllm-fl", "verify", "--op", self.op, "--impl", self.impl_id]
+        words += ["--dtype", self.dtype, "--case", self.case]
+        return shlex.join([*words, *([] if self.device == "cpu" else ["--device", self.device])])
 
     def __str__(self) -> str:
         where = f"{self.op} by {self.impl_id}, {self.dtype}, case '{self.case}'"
         return f"{where}: {self.kind}: {self.what}"
-
-
-def rerun_command(op: str, impl_id: str, dtype: str, case: str) -> str:
-    """The command line of one case."""
-    parts = ["vllm-fl", "verify", "--op", op, "--impl", impl_id, "--dtype", dtype, "--case", case]
-    return shlex.join(parts)
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,6 +83,7 @@ class CaseResult:
         problems: (kind, what differed) of a failed case.
         reason: why a skipped case did not run.
         seconds: how long it took.
+        device: where the tensors were, as torch names it.
     """
 
     op: str
@@ -94,6 +93,7 @@ class CaseResult:
     problems: tuple[tuple[Kind, str], ...] = ()
     reason: str | None = None
     seconds: float = 0.0
+    device: str = "cpu"
 
     @property
     def status(self) -> Status:
@@ -106,7 +106,7 @@ class CaseResult:
     def failures(self) -> tuple[Failure, ...]:
         """The problems, each with where it is."""
         return tuple(
-            Failure(self.op, self.impl_id, self.dtype, self.case, kind, what)
+            Failure(self.op, self.impl_id, self.dtype, self.case, kind, what, self.device)
             for kind, what in self.problems
         )
 

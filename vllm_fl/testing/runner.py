@@ -169,7 +169,14 @@ class Runner:
 
     def _failed(self, job: Job, kind: Kind, text: str) -> CaseResult:
         impl = self.targets[job.target].impl
-        return CaseResult(impl.op_name, impl.impl_id, job.dtype, job.case, ((kind, text),))
+        return CaseResult(
+            impl.op_name,
+            impl.impl_id,
+            job.dtype,
+            job.case,
+            ((kind, text),),
+            device=self.device,
+        )
 
     def _drop(self, child: Child) -> None:
         self._busy.pop(child, None)

@@ -1,0 +1,101 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Writing the key-value cache by vLLM's CUDA kernels, in place."""
+
+from __future__ import annotations
+
+import torch
+
+from ..cuda import backend
+from .common import fits, short, tensor_reason
+
+_KINDS = ("auto", "fp8", "fp8_e4m3", "fp8_e5m2")
+
+
+def _supports_slots(slot_mapping: torch.Tensor, kv_cache_dtype: str) -> bool | str:
+    if slot_mapping.dtype is not torch.int64:
+        return f"slot_mapping is {short(slot_mapping.dtype)}, not int64"
+    if kv_cache_dtype not in _KINDS:
+        return f"kv_cache_dtype '{kv_cache_dtype}' is not one of {', '.join(_KINDS)}"
+    return slot_mapping.is_contiguous() or "slot_mapping is not contiguous"
+
+
+def _supports_pages(
+    key: torch.Tensor,
+    value: torch.Tensor,
+    key_cache: torch.Tensor,
+    value_cache: torch.Tensor,
+    slot_mapping: torch.Tensor,
+    kv_cache_dtype: str,
+    k_scale: torch.Tensor,
+    v_scale: torch.Tensor,
+) -> bool | str:
+    if not fits(key):
+        return tensor_reason(key)
+    if key.stride(2) != 1 or value.stride(2) != 1:
+        return "a head of key or value is not dense"
+    if key_cache.stride() != value_cache.stride():
+        return "the caches differ in their strides"
+    heads, head_size = key.shape[1:]
+    for name, x in (("key", key), ("value", value)):
+        if heads > 1 and x.stride(1) != head_size:
+            return f"the heads of {name} are {x.stride(1)} elements apart"
+    if key_cache.stride(3) != 1:
+        return "a head of the caches is not dense"
+    if kv_cache_dtype == "auto" and key_cache.dtype is not key.dtype:
+        return f"the cache is {short(key_cache.dtype)}, keys are {short(key.dtype)}"
+    return _supports_slots(slot_mapping, kv_cache_dtype)
+
+
+@backend.calling("_C_cache_ops.reshape_and_cache_flash").implements(
+    supports=_supports_pages, mutates=("key_cache", "value_cache"), batch_invariant=True
+)
+def reshape_and_cache_flash(
+    key: torch.Tensor,
+    value: torch.Tensor,
+    key_cache: torch.Tensor,
+    value_cache: torch.Tensor,
+    slot_mapping: torch.Tensor,
+    kv_cache_dtype: str,
+    k_scale: torch.Tensor,
+    v_scale: torch.Tensor,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """In place: the rows of key and value go to their slots. Returns the caches."""
+    torch.ops._C_cache_ops.reshape_and_cache_flash(
+        key, value, key_cache, value_cache, slot_mapping, kv_cache_dtype, k_scale, v_scale
+    )
+    return key_cache, value_cache
+
+
+def _supports_latent(
+    kv_c: torch.Tensor,
+    k_pe: torch.Tensor,
+    kv_cache: torch.Tensor,
+    slot_mapping: torch.Tensor,
+    kv_cache_dtype: str,
+    scale: torch.Tensor,
+) -> bool | str:
+    if not fits(kv_c):
+        return tensor_reason(kv_c)
+    if kv_c.stride(-1) != 1 or k_pe.stride(-1) != 1 or kv_cache.stride(-1) != 1:
+        return "a row of kv_c, k_pe or the cache is not dense"
+    if kv_cache_dtype == "auto" and kv_cache.dtype is not kv_c.dtype:
+        return f"the cache is {short(kv_cache.dtype)}, kv_c is {short(kv_c.dtype)}"
+    return _supports_slots(slot_mapping, kv_cache_dtype)
+
+
+@backend.calling("_C_cache_ops.concat_and_cache_mla").implements(
+    supports=_supports_latent, mutates=("kv_cache",), batch_invariant=True
+)
+def concat_and_cache_mla(
+    kv_c: torch.Tensor,
+    k_pe: torch.Tensor,
+    kv_cache: torch.Tensor,
+    slot_mapping: torch.Tensor,
+    kv_cache_dtype: str,
+    scale: torch.Tensor,
+) -> torch.Tensor:
+    """In place: each token's latent and key go to its slot. Returns the cache."""
+    torch.ops._C_cache_ops.concat_and_cache_mla(
+        kv_c, k_pe, kv_cache, slot_mapping, kv_cache_dtype, scale
+    )
+    return kv_cache

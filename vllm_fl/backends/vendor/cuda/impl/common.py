@@ -1,0 +1,28 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What the guards of several families need."""
+
+from __future__ import annotations
+
+import torch
+
+DTYPES = frozenset({torch.float32, torch.float16, torch.bfloat16})
+"""What the kernels are compiled for; on others they raise."""
+
+
+def fits(x: torch.Tensor) -> bool:
+    """Whether a tensor is of a kind that the kernels take; see `tensor_reason`."""
+    return x.dtype in DTYPES and x.is_cuda and not x.requires_grad
+
+
+def tensor_reason(x: torch.Tensor) -> str:
+    """Why a tensor does not fit."""
+    if x.requires_grad:
+        return "a gradient is required, and the kernels have none"
+    if not x.is_cuda:
+        return f"the tensor is on {x.device.type}"
+    return f"dtype {str(x.dtype).removeprefix('torch.')} is not float32, bfloat16 or float16"
+
+
+def short(dtype: torch.dtype) -> str:
+    """A dtype's name without the module."""
+    return str(dtype).removeprefix("torch.")
