@@ -280,6 +280,7 @@ def _steps(launch: _Launch, owners: list[torch.Tensor]) -> tuple[Any, ...]:
     arguments = list(launch.arguments)
     for at, value in enumerate(arguments):
         if not hasattr(value, "data_ptr"):
+            _check_constant(at, value, owners)
             continue
         address = value.data_ptr()
         starts = [i for i, t in enumerate(owners) if t.data_ptr() == address]
@@ -293,6 +294,16 @@ def _steps(launch: _Launch, owners: list[torch.Tensor]) -> tuple[Any, ...]:
     x, y, z, _, function, packed, *_ = launch.before
     run = launch.kernel.run
     return run, x, y, z, function, packed, tuple(arguments), tuple(places)
+
+
+def _check_constant(at: int, value: Any, owners: list[torch.Tensor]) -> None:
+    """Neither a descriptor, which has an address inside, nor an address itself."""
+    if value is not None and not isinstance(value, (bool, int, float, str, torch.dtype)):
+        kind = type(value)
+        if not kind.__module__.startswith("triton.language"):  # a dtype, a constant
+            raise _NoPlan(f"argument {at} is a {kind.__name__}")
+    if isinstance(value, int) and any(_contains(t, value) for t in owners):
+        raise _NoPlan(f"argument {at} is an address")
 
 
 def _contains(tensor: torch.Tensor, address: int) -> bool:

@@ -5,7 +5,15 @@ from __future__ import annotations
 
 from ...dispatch.registry import OpRegistry
 from .flaggems import backend
-from .impl import activation, normalization, rotary  # noqa: F401  (importing marks them)
+from .impl import (  # noqa: F401  (importing marks them)
+    activation,
+    cache,
+    moe,
+    normalization,
+    quantization,
+    rotary,
+    sampling,
+)
 
 __all__ = ["register_builtins"]
 

@@ -3,6 +3,8 @@
 
 from __future__ import annotations
 
+from functools import lru_cache
+
 import torch
 
 DTYPES = frozenset({torch.float32, torch.float16, torch.bfloat16})
@@ -24,3 +26,11 @@ def tensor_reason(x: torch.Tensor) -> str:
 def dtype_name(x: torch.Tensor) -> str:
     """A tensor's dtype as people write it."""
     return str(x.dtype).removeprefix("torch.")
+
+
+@lru_cache(maxsize=64)
+def converts_to_fp8(device: torch.device) -> bool:
+    """Whether Triton compiles conversions to FP8 for the device: NVIDIA's since Ada (8.9)."""
+    if device.type != "cuda" or torch.version.hip is not None or not torch.cuda.is_available():
+        return True
+    return torch.cuda.get_device_capability(device) >= (8, 9)
