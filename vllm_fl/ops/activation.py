@@ -256,27 +256,39 @@ def _tanh_terms(x: torch.Tensor) -> tuple[torch.Tensor, ...]:
     return (x.abs(),)
 
 
-def _sensitive(result: torch.Tensor, s: torch.Tensor) -> torch.Tensor:
-    """The size of a result and of what an error of s, relative to it, does to sigmoid(s)."""
-    return result.abs() * (1 + s.abs() * torch.sigmoid(-s))
+_UNDERFLOW = 2.0**-105
+"""float32's exp(-s) overflows below s = -88.7: there its sigmoid is 0 instead of up to 2**-128,
+the last place of this number."""
+
+
+def _sensitive(result: torch.Tensor, s: torch.Tensor, factor: torch.Tensor) -> torch.Tensor:
+    """The size of factor * sigmoid(s), and of what a relative error of s does to it."""
+    return result.abs() * (1 + s.abs() * torch.sigmoid(-s)) + _UNDERFLOW * factor.abs()
+
+
+def _silu_terms(
+    x: torch.Tensor, op: Callable[..., torch.Tensor] = _silu_and_mul
+) -> tuple[torch.Tensor, ...]:
+    return (op(x).abs() + _UNDERFLOW * torch.mul(*_halves(x)).abs(),)
 
 
 def _clamp_terms(
     x: torch.Tensor, limit: float, alpha: float = 1.0, beta: float = 0.0
 ) -> tuple[torch.Tensor, ...]:
     gate = torch.clamp(_halves(x)[0], max=limit)
-    return (_sensitive(_silu_and_mul_with_clamp(x, limit, alpha, beta), alpha * gate),)
+    result = _silu_and_mul_with_clamp(x, limit, alpha, beta)
+    return (_sensitive(result, alpha * gate, gate * (limit + abs(beta))),)
 
 
 def _swigluoai_terms(
     x: torch.Tensor, alpha: float = 1.702, limit: float = 7.0
 ) -> tuple[torch.Tensor, ...]:
     gate = _in_turns(x)[0].clamp(max=limit)
-    return (_sensitive(_swigluoai_and_mul(x, alpha, limit), alpha * gate),)
+    return (_sensitive(_swigluoai_and_mul(x, alpha, limit), alpha * gate, gate * (limit + 1)),)
 
 
 def _quick_terms(x: torch.Tensor) -> tuple[torch.Tensor, ...]:
-    return (_sensitive(_gelu_quick(x), 1.702 * x),)
+    return (_sensitive(_gelu_quick(x), 1.702 * x, x),)
 
 
 # ---------------------------------------------------------------------------- the contracts
@@ -332,6 +344,7 @@ SILU_AND_MUL = _gated_op(
     source="https://arxiv.org/abs/2002.05202",
     cases=_gated_cases(),
     tolerances=_ACTIVATED,
+    magnitude=_silu_terms,
 )
 
 MUL_AND_SILU = _gated_op(
@@ -345,6 +358,7 @@ MUL_AND_SILU = _gated_op(
     source="https://arxiv.org/abs/2002.05202",
     cases=_gated_cases(split=_gate_last),
     tolerances=_ACTIVATED,
+    magnitude=partial(_silu_terms, op=_mul_and_silu),
 )
 
 GELU_AND_MUL = _gated_op(
