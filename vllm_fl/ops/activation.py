@@ -266,9 +266,7 @@ def _sensitive(result: torch.Tensor, s: torch.Tensor, factor: torch.Tensor) -> t
     return result.abs() * (1 + s.abs() * torch.sigmoid(-s)) + _UNDERFLOW * factor.abs()
 
 
-def _silu_terms(
-    x: torch.Tensor, op: Callable[..., torch.Tensor] = _silu_and_mul
-) -> tuple[torch.Tensor, ...]:
+def _silu_terms(x: torch.Tensor, op: Callable[..., Any] = _silu_and_mul) -> tuple[Any, ...]:
     return (op(x).abs() + _UNDERFLOW * torch.mul(*_halves(x)).abs(),)
 
 
