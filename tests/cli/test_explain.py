@@ -14,6 +14,7 @@ from vllm_fl.dispatch import OpManager, SelectionPolicy
 from vllm_fl.dispatch.config import Config
 from vllm_fl.dispatch.discovery import PluginRecord
 from vllm_fl.dispatch.registry import OpRegistry
+from vllm_fl.ops import CONTRACTS
 
 CODES = ("code", "kind", "priority", "device", "asked", "vendor")
 """Machine-readable words for what the text says in sentences."""
@@ -78,6 +79,7 @@ def test_another_vendors_device_is_told_with_what_was_assumed_and_what_is_missin
     assert data["registered"][0] == {
         "impl_id": "vendor.acme",
         "device_types": ["acme"],
+        "vendors": None,
         "requires": ["acme_kernels"],
         "missing": ["acme_kernels"],
     }
@@ -99,6 +101,22 @@ def test_a_vendor_that_only_registered_is_known_by_its_backends_device_type() ->
     data = explain(manager, "silu_and_mul", vendor="brand")
     assert data["winner"]["impl_id"] == "vendor.brand"
     assert data["device"]["device_class"] == "brand:brandpu"
+
+
+def test_chips_with_the_same_device_type_are_told_apart_by_vendor() -> None:
+    """What is compiled for one chip does not run on another whose device type is "cuda" too."""
+    manager = samples.manager()
+    only = {"device_types": ("cuda",), "vendors": ("cuda", "rocm"), "requires": ("cuda_kernels",)}
+    chip = type("Chip", (samples.Kernels,), only)()
+    manager.registry.register_impl(samples.impls_of(chip, "vendor.cuda", 100)[0])
+    for vendor in ("cuda", "rocm"):
+        data = explain(manager, "silu_and_mul", vendor=vendor)
+        assert data["winner"]["impl_id"] == "vendor.cuda"
+        assert data["device"]["assumed_modules"] == ["cuda_kernels"]
+    data = explain(manager, "silu_and_mul", vendor="metax")
+    assert said(data)["vendor.cuda"] == "runs on chips of cuda or rocm, this one is metax's"
+    assert data["device"]["assumed_modules"] == []
+    assert "cuda of cuda, rocm" in text_of(render, data)
 
 
 def test_compiled_is_left_to_the_compiler_where_vllm_has_the_layer() -> None:
@@ -173,3 +191,15 @@ def test_on_this_machine_the_answer_is_json_and_stands_alone() -> None:
     done = run("explain", "silu_and_mul", "--vendor", "ascend", "--json")
     assert (done.returncode, done.stderr) == (0, "")
     assert json.loads(done.stdout)["device"]["device_class"] == "ascend:npu"
+
+
+def test_every_op_that_ships_can_be_explained_for_every_vendor_with_its_guards() -> None:
+    """Guards read metadata only, so that they answer about arguments that hold no data."""
+    manager = OpManager(config=Config())
+    manager.ensure_initialized()
+    dtypes = {c.name: str(next(iter(c.tolerances))).partition(".")[2] for c in CONTRACTS}
+    for vendor in ("cpu", "cuda", "metax", "xpu", "ascend"):
+        for name in dtypes:
+            data = explain(manager, name, vendor=vendor, dtype=dtypes[name])
+            assert data["winner"] is not None
+            assert data["asked"] == ("layer guards" if vendor == "ascend" else "all guards")

@@ -38,6 +38,7 @@ def test_an_inventory_is_json_and_names_everything_that_is_registered() -> None:
         "vendor": "acme",
         "priority": 100,
         "device_types": ["acme"],
+        "vendors": None,
         "requires": ["acme_kernels"],
         "mutates": [],
         "guards": [],

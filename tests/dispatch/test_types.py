@@ -355,6 +355,19 @@ def test_a_backend_is_asked_only_once_device_and_requirements_agree() -> None:
     assert backend.asked == 0
 
 
+def test_a_backend_may_run_on_the_chips_of_some_vendors_of_a_device_type_only() -> None:
+    class Compiled(_Ready):
+        device_types = ("cuda",)
+        vendors = ("cuda", "rocm")
+
+    impl = make_impl("vendor.acme", Compiled().scale)
+    assert impl.availability(DeviceFacts("rocm", "cuda")) == ACCEPTED
+    assert impl.availability(DeviceFacts("metax", "cuda")) == Rejected(
+        "runs on chips of cuda or rocm, this one is metax's", "device"
+    )
+    assert impl.availability() == ACCEPTED  # of no device in particular
+
+
 def test_a_backend_whose_requirements_are_met_gives_its_own_answer() -> None:
     backend = _Ready("firmware 3 is too old")
     impl = make_impl("vendor.acme", backend.scale)
@@ -455,7 +468,7 @@ def test_implements_without_parentheses_is_refused() -> None:
     )
 
 
-@pytest.mark.parametrize("name", ["device_types", "requires"])
+@pytest.mark.parametrize("name", ["device_types", "vendors", "requires"])
 def test_a_backend_with_a_string_for_a_tuple_is_refused(name: str) -> None:
     with pytest.raises(RegistrationError) as caught:
         type("Wrong", (Backend,), {name: "acme"})

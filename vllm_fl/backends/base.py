@@ -32,6 +32,8 @@ class Backend:
         kind: DEFAULT, VENDOR or REFERENCE.
         vendor: the vendor's name for kind VENDOR.
         device_types: PyTorch device types it runs on; None for any.
+        vendors: of the vendors whose chips have such a type, those on whose chips it runs; None
+            for all of them. Eight vendors' device type is "cuda".
         requires: top-level modules that must be installed; looked up, never imported.
         priority: of its implementations; None takes the kind's.
     """
@@ -40,11 +42,12 @@ class Backend:
     kind: ClassVar[BackendImplKind] = BackendImplKind.VENDOR
     vendor: ClassVar[str | None] = None
     device_types: ClassVar[tuple[str, ...] | None] = None
+    vendors: ClassVar[tuple[str, ...] | None] = None
     requires: ClassVar[tuple[str, ...]] = ()
     priority: ClassVar[int | None] = None
 
     def __init_subclass__(cls) -> None:
-        for name in ("device_types", "requires"):
+        for name in ("device_types", "vendors", "requires"):
             if isinstance(getattr(cls, name), str):
                 raise RegistrationError(
                     f"{cls.__name__}.{name} must be a tuple of names, found the string "

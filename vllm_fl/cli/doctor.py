@@ -24,8 +24,6 @@ __all__ = ["add_parser", "examine", "render"]
 IMPORTED = ("torch", "numpy")
 """Packages whose import is tried: everything else stands on them."""
 
-SECTIONS = ("problem", "note")
-
 
 def add_parser(commands: Any) -> None:
     """Add the command's arguments."""

@@ -199,10 +199,12 @@ def _contract(op: str) -> Any:
 def _registered(impl: OpImpl) -> dict[str, Any]:
     backend = impl.backend
     types = None if backend is None else backend.device_types
+    vendors = getattr(backend, "vendors", None)
     requires = [] if backend is None else list(backend.requires)
     return {
         "impl_id": impl.impl_id,
         "device_types": None if types is None else list(types),
+        "vendors": None if vendors is None else list(vendors),
         "requires": requires,
         "missing": [module for module in requires if not is_installed(module)],
     }
@@ -210,7 +212,13 @@ def _registered(impl: OpImpl) -> dict[str, Any]:
 
 def _assumed(entry: Mapping[str, Any], device: DeviceFacts) -> list[str]:
     """What an implementation for the device lacks on this machine."""
-    fits = entry["device_types"] is None or device.device_type in entry["device_types"]
+    fits = all(
+        allowed is None or found in allowed
+        for allowed, found in (
+            (entry["device_types"], device.device_type),
+            (entry["vendors"], device.vendor),
+        )
+    )
     return entry["missing"] if fits else []
 
 
@@ -258,13 +266,18 @@ def render(data: Mapping[str, Any], stream: TextIO) -> None:
             [
                 (
                     entry["impl_id"],
-                    "any" if entry["device_types"] is None else ", ".join(entry["device_types"]),
+                    _runs_on(entry),
                     ", ".join(entry["requires"]) or "-",
                     ", ".join(entry["missing"]) or "-",
                 )
                 for entry in data["registered"]
             ],
         )
+
+
+def _runs_on(entry: Mapping[str, Any]) -> str:
+    types = "any" if entry["device_types"] is None else ", ".join(entry["device_types"])
+    return types if entry["vendors"] is None else f"{types} of {', '.join(entry['vendors'])}"
 
 
 _ASKED = {

@@ -84,6 +84,7 @@ def inventory(manager: OpManager) -> dict[str, Any]:
 def _described(impl: OpImpl) -> dict[str, Any]:
     backend = impl.backend
     types = None if backend is None else backend.device_types
+    vendors = getattr(backend, "vendors", None)
     return {
         "op": impl.op_name,
         "impl_id": impl.impl_id,
@@ -91,6 +92,7 @@ def _described(impl: OpImpl) -> dict[str, Any]:
         "vendor": impl.vendor,
         "priority": int(impl.priority),
         "device_types": None if types is None else list(types),
+        "vendors": None if vendors is None else list(vendors),
         "requires": [] if backend is None else list(backend.requires),
         "mutates": list(impl.mutates),
         "guards": [n for n in ("supports_layer", "supports") if getattr(impl, n) is not None],

@@ -318,9 +318,16 @@ class OpImpl:
 
 def _device_verdict(backend: BackendLike, device: DeviceFacts) -> Rejected | None:
     types = backend.device_types
-    if types is None or device.device_type in types:
-        return None
-    return Rejected(f"runs on {' or '.join(types)}, this device is {device.device_type}", "device")
+    if types is not None and device.device_type not in types:
+        return Rejected(
+            f"runs on {' or '.join(types)}, this device is {device.device_type}", "device"
+        )
+    vendors = getattr(backend, "vendors", None)  # not every BackendLike needs to have it
+    if vendors is not None and device.vendor not in vendors:
+        return Rejected(
+            f"runs on chips of {' or '.join(vendors)}, this one is {device.vendor}'s", "device"
+        )
+    return None
 
 
 def _requires_verdict(backend: BackendLike, assumed: tuple[str, ...]) -> Rejected | None:

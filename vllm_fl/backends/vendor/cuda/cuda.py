@@ -23,6 +23,7 @@ class CudaBackend(Backend):
     kind = BackendImplKind.VENDOR
     vendor = "cuda"
     device_types = ("cuda",)
+    vendors = ("cuda", "rocm")
     requires = ("torch", "vllm")
 
     def __init__(self, kernels: tuple[str, ...] = ()) -> None:
