@@ -294,8 +294,6 @@ _TOLERANCES = half_and_single(
     "rounded once, to fp8, whose half ulp is 2^19 times the error of the division",
 )
 
-_NOTE = "vLLM on CPU has kernels of its own, for a cache of another layout: {}"
-
 RESHAPE_AND_CACHE_FLASH = OpContract(
     signature=OpSignature.parse(
         "reshape_and_cache_flash(key, value, key_cache, value_cache, slot_mapping, "
@@ -338,7 +336,7 @@ RESHAPE_AND_CACHE_FLASH = OpContract(
             "vllm._custom_ops:reshape_and_cache_flash",
             "the function, there and where attention backends import it by name",
             device_types=("cuda",),
-            note=_NOTE.format("cpu_attn_reshape_and_cache"),
+            note="vLLM on CPU writes a cache of another layout, by cpu_attn_reshape_and_cache",
         ),
     ),
     source="vLLM, csrc/libtorch_stable/cache_kernels.cu: reshape_and_cache_flash",
@@ -381,7 +379,8 @@ CONCAT_AND_CACHE_MLA = OpContract(
             "vllm._custom_ops:concat_and_cache_mla",
             "the function, which the MLA attention calls through its module",
             device_types=("cuda",),
-            note=_NOTE.format("concat_and_cache_mla_cpu"),
+            note="vLLM on CPU has its own, for packed caches of half precision, where the CPU has "
+            "AMX: concat_and_cache_mla_cpu",
         ),
     ),
     source="vLLM, csrc/libtorch_stable/cache_kernels.cu: concat_and_cache_mla",
