@@ -14,7 +14,7 @@ import torch
 
 from ..flaggems import backend
 from ..launch import planned
-from .common import dtype_name, fits, tensor_reason
+from .common import fits, tensor_reason
 
 kernels = backend.kernels
 
@@ -49,8 +49,6 @@ def _supports(
     verdict = _supports_heads("query", query, tokens, head_size)
     if verdict is not True or key is None:
         return verdict
-    if key.dtype is not query.dtype:
-        return f"key is {dtype_name(key)}, query is {dtype_name(query)}"
     return _supports_heads("key", key, tokens, head_size)
 
 
