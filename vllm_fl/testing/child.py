@@ -35,10 +35,14 @@ from ..dispatch.errors import DispatchError
 from ..dispatch.types import OpImpl
 from .check import Checker
 from .contracts import contract_at, home_of
+from .memory import synchronize
 from .report import CaseResult
 from .target import Target
 
 __all__ = ["Child", "Job", "start", "warm_up"]
+
+_DEVICE_LOST = 70
+"""The exit code of a child whose device failed."""
 
 _LOOK_SECONDS = 2.0
 """How often a child without work looks whether its parent is still there."""
@@ -275,7 +279,22 @@ def _serve(targets: Sequence[Target], device: str, connection: Connection) -> No
             import traceback
 
             answer = traceback.format_exc()
+        lost = _device_error(device)
+        if lost is not None:
+            # Every later call would fail with the same error: the case counts as a crash, and
+            # the next one gets a process of its own.
+            os.write(2, f"the device failed: {lost}\n".encode())
+            os._exit(_DEVICE_LOST)
         connection.send(answer)
+
+
+def _device_error(device: str) -> str | None:
+    """What the device says after a kernel that it did not survive, or None: it is well."""
+    try:
+        synchronize(device)
+    except Exception as error:
+        return next(iter(str(error).splitlines()), type(error).__name__)
+    return None
 
 
 def _settle() -> None:
