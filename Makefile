@@ -33,7 +33,7 @@ logged = >>$(1) 2>&1 || { cat $(1); exit 1; }
 declares = grep -qxF '$(1)' build/wheel/*.dist-info/entry_points.txt || \
 	{ echo "dist: the wheel does not declare the entry point $(1)"; exit 1; }
 
-.PHONY: help demo test test-extended test-flaggems verify check audit-hooks dist clean
+.PHONY: help demo test test-extended test-flaggems test-ascend-wheel verify check audit-hooks dist clean
 
 help:
 	@echo "make demo           serve a small real model, operators chosen by vllm_fl"
@@ -41,6 +41,7 @@ help:
 	@echo "make test-extended  the slow tests"
 	@echo "make test-flaggems  FlagGems' kernels under Triton's interpreter"
 	@echo "make verify         hold every implementation to its op's contract"
+	@echo "make test-ascend-wheel  compare the Ascend harness with torch_npu's own wheels (80 MB)"
 	@echo "make check          lint, format and types"
 	@echo "make audit-hooks    read five releases of vLLM for all that vllm_fl relies on in them"
 	@echo "make dist           build the wheel and the sdist into dist/, and check them"
@@ -54,6 +55,10 @@ test: $(READY)
 
 test-extended: $(READY)
 	@$(BIN)/python -m pytest -m extended
+
+# Optional, and not in CI: downloads torch_npu, once; needs gcc and x86-64.
+test-ascend-wheel: $(READY)
+	@$(BIN)/python -m tests.backends.vendor.ascend.wheel --wheels $(if $(WHEELS),'$(WHEELS)',.cache/torch_npu)
 
 test-flaggems: $(GEMS_READY)
 	@TRITON_INTERPRET=1 FLAGGEMS_CACHE_DIR=$(abspath $(GEMS_VENV))/cache \

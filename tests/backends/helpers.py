@@ -49,7 +49,8 @@ def at_offset(x: torch.Tensor, elements: int) -> torch.Tensor:
 
 def bits(x: torch.Tensor) -> torch.Tensor:
     """The tensor's bits as integers, so that NaN equals NaN and 0.0 differs from -0.0."""
-    return x.contiguous().view({2: torch.int16, 4: torch.int32, 8: torch.int64}[x.element_size()])
+    integers = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+    return x.contiguous().view(integers[x.element_size()])
 
 
 def assert_same(found: Any, expected: Any) -> None:

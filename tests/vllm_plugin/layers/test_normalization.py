@@ -380,3 +380,15 @@ def test_one_implementation_can_be_named(build, register, rows) -> None:
     assert rows()["rms_norm"]["impl_id"] == "reference.torch"
     assert rows()["fused_add_rms_norm"]["impl_id"] == "vendor.cpu"
     assert get_default_manager().get_selected_impl_id("rms_norm") == "reference.torch"
+
+
+def test_what_vllm_ascend_claims_is_left_to_it_while_its_platform_is_active(
+    both, rows, monkeypatch
+) -> None:
+    from vllm_fl.backends.vendor.ascend import beside
+
+    monkeypatch.setattr(beside, "platform_is_active", lambda: True)
+    stock, served = both(in_tree(), 64)
+    assert rows()["rms_norm"]["impl_id"] == "native"
+    assert rows()["rms_norm"]["reason"] == "vllm-ascend claims RMSNorm on its platform"
+    check_equal(stock, served, *inputs(5, 64))

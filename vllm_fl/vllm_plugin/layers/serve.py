@@ -17,6 +17,7 @@ from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
 
+from ...backends.vendor.ascend.beside import claims
 from ...dispatch.binding import Binding, annotate
 from ...dispatch.default import get_default_manager
 from ...dispatch.errors import NoImplementationError
@@ -282,6 +283,9 @@ def _why_native(layer: Any, spec: LayerSpec, base: type, mode: str) -> str | Non
     """Why a layer as a whole is not served, or None."""
     if not get_default_manager().config.serves_layer(spec.name):
         return "the OOT lists leave it native"
+    claimed = claims(type(layer).__name__)
+    if claimed is not None:
+        return claimed
     own = _own_forward(type(layer), base)
     if own is not None:
         return own

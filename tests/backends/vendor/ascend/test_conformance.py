@@ -10,22 +10,17 @@ import torch
 
 from tests.backends.helpers import assert_same
 from tests.backends.vendor.ascend.device import NpuTensor, to_cpu, to_npu
-from tests.backends.vendor.ascend.harness import STATE
-from vllm_fl.backends.vendor.ascend import register_ops  # noqa: F401  (importing marks them)
-from vllm_fl.backends.vendor.ascend.ascend import OPERATORS, backend
+from tests.backends.vendor.ascend.served import NOT_FOR, SERVED
 from vllm_fl.dispatch.types import OpImpl, as_verdict
-from vllm_fl.ops import CONTRACTS, OpContract
-from vllm_fl.testing import error_in_ulps, outputs_of
+from vllm_fl.ops import OpContract
+from vllm_fl.testing import outputs_of, worst_errors
+from vllm_fl.testing.cases import NotApplicable, arguments_of, cases_of
 
-BY_NAME = {contract.name: contract for contract in CONTRACTS}
-SERVED = [(BY_NAME[i.op_name], i) for i in backend.implementations if i.op_name in BY_NAME]
 PAIRS = [
     pytest.param(contract, impl, dtype, id=f"{contract.name}-{str(dtype).removeprefix('torch.')}")
     for contract, impl in SERVED
     for dtype in contract.tolerances
 ]
-NOT_FOR = {("dynamic_per_token_quant_int8", torch.float32)}
-"""(op, dtype) that torch_npu has no kernel for."""
 
 
 def refusal(contract: OpContract, impl: OpImpl, args: tuple[Any, ...]) -> str | None:
@@ -43,64 +38,74 @@ def clones(args: tuple[Any, ...]) -> tuple[Any, ...]:
 
 
 def inputs(contract: OpContract, dtype: torch.dtype):
-    """(case, arguments on the CPU, the same on the NPU)."""
-    for seed, case in enumerate(contract.cases_for(dtype)):
-        args = case.make(dtype, torch.Generator().manual_seed(seed))
-        yield case, args, to_npu(args)
+    """(case name, arguments on the CPU, the same on the NPU)."""
+    for name, case in cases_of(contract, dtype).items():
+        try:
+            args = arguments_of(contract, case, dtype)
+        except NotApplicable:
+            continue
+        yield name, args, to_npu(args)
 
 
 @pytest.mark.parametrize("contract, impl, dtype", PAIRS)
 def test_it_does_what_the_contract_says(contract, impl, dtype):
     limit = contract.tolerances[dtype]
     served, refused = [], {}
-    for case, args, on_npu in inputs(contract, dtype):
+    for name, args, on_npu in inputs(contract, dtype):
         reason = refusal(contract, impl, on_npu)
         if reason is not None:
-            refused[case.name] = reason
+            refused[name] = reason
             continue
-        served.append(case.name)
+        served.append(name)
         before = clones(args)
-        result = impl.fn(*on_npu)
-        for output in outputs_of(result):
-            assert output is None or isinstance(output, NpuTensor), case.name
-        found = tuple(None if o is None else o.raw for o in outputs_of(result))
+        outputs = outputs_of(impl.fn(*on_npu))
+        assert all(o is None or isinstance(o, NpuTensor) for o in outputs), name
+        found = to_cpu(outputs)
         expected = outputs_of(contract.reference(*clones(before)))
         for one, other in zip(found, expected, strict=True):
-            assert (one is None) == (other is None), case.name
+            assert (one is None) == (other is None), name
             if one is not None:
-                assert (one.dtype, one.shape) == (other.dtype, other.shape), case.name
-        error = error_in_ulps(contract, found if len(found) > 1 else found[0], before)
-        most = max(limit.for_output(i) for i in range(len(found)))
-        assert error <= most, f"{case.name}: {error} ulps, {most} allowed"
-        for name, now, then in zip(contract.signature.parameter_names, args, before, strict=False):
-            if name not in impl.mutates:
-                assert_same(to_cpu(now), then) if isinstance(now, torch.Tensor) else None
+                assert (one.dtype, one.shape) == (other.dtype, other.shape), name
+        for index, error in enumerate(worst_errors(contract, found, before)):
+            most = limit.for_output(index)
+            assert error <= most, f"{name}, output {index}: {error} ulps, {most} allowed"
+        for argument, now, then in zip(
+            contract.signature.parameter_names, args, before, strict=False
+        ):
+            if argument not in impl.mutates and isinstance(now, torch.Tensor):
+                assert_same(now, then)
     if (contract.name, dtype) in NOT_FOR:
         assert not served
         return
-    assert served, f"every case is refused: {refused}"
+    assert len(served) > len(refused) / 4, f"only {served}; refused: {refused}"
     assert any("zero tokens" in name for name in served), f"zero tokens: {refused}"
 
 
-@pytest.mark.parametrize("contract, impl", SERVED, ids=lambda v: getattr(v, "op_name", ""))
+BY_OP = [pytest.param(contract, impl, id=contract.name) for contract, impl in SERVED]
+OF_VALUES = ("is quantized", "weight", "variance_size", "multiple of", "groups of", "k may be")
+"""What a reason that has nothing to do with a view says."""
+
+
+@pytest.mark.parametrize("contract, impl", BY_OP)
 def test_views_are_served_or_refused_with_the_layout_as_the_reason(contract, impl):
-    dtype = torch.bfloat16
-    for case, _, on_npu in inputs(contract, dtype):
-        views = [a for a in on_npu if isinstance(a, NpuTensor) and not a.is_contiguous()]
-        if views and (reason := refusal(contract, impl, on_npu)) is not None:
-            assert impl.mutates and "contiguous" in reason, f"{case.name}: {reason}"
+    served = 0
+    dtype = next(d for d in contract.tolerances if (contract.name, d) not in NOT_FOR)
+    for name, _, on_npu in inputs(contract, dtype):
+        if all(a.is_contiguous() for a in on_npu if isinstance(a, NpuTensor)):
+            continue
+        reason = refusal(contract, impl, on_npu)
+        served += reason is None
+        if reason is not None and not any(word in reason for word in OF_VALUES):
+            assert "contiguous" in reason, f"{name}: {reason}"
+    assert served or impl.mutates
 
 
-def test_every_operator_that_is_called_is_looked_for_when_it_is_loaded():
-    for contract, impl in SERVED:
-        for dtype in contract.tolerances:
-            for _, _, on_npu in inputs(contract, dtype):
-                if refusal(contract, impl, on_npu) is None:
-                    impl.fn(*on_npu)
-    assert set(STATE.names()) == set(OPERATORS)
-
-
-@pytest.mark.parametrize("contract, impl", SERVED, ids=lambda v: getattr(v, "op_name", ""))
+@pytest.mark.parametrize("contract, impl", BY_OP)
 def test_a_tensor_that_is_elsewhere_is_refused(contract, impl):
-    [(_, on_cpu, _), *_] = inputs(contract, torch.bfloat16)
-    assert refusal(contract, impl, on_cpu) == "the tensor is on cpu"
+    dtype = next(iter(contract.tolerances))
+    reasons = {
+        refusal(contract, impl, on_cpu)
+        for _, on_cpu, on_npu in inputs(contract, dtype)
+        if refusal(contract, impl, on_npu) is None
+    }
+    assert reasons == {"the tensor is on cpu"}

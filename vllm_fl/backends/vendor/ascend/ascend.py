@@ -13,10 +13,21 @@ __all__ = ["OPERATORS", "AscendBackend", "backend"]
 
 OPERATORS = (
     "npu_add_rms_norm_v2",
+    "npu_clipped_swiglu",
+    "npu_dynamic_quant",
+    "npu_fast_gelu",
     "npu_gelu",
+    "npu_grouped_matmul",
+    "npu_moe_gating_top_k",
+    "npu_moe_gating_top_k_softmax",
+    "npu_moe_init_routing_v2",
+    "npu_moe_token_unpermute",
     "npu_mrope",
     "npu_rms_norm",
+    "npu_scatter_pa_kv_cache",
+    "npu_silu",
     "npu_swiglu",
+    "npu_top_k_top_p",
 )
 """The operators that the implementations call."""
 

@@ -5,7 +5,16 @@ from __future__ import annotations
 
 from ....dispatch.registry import OpRegistry
 from .ascend import backend
-from .impl import activation, attention, normalization, rotary  # noqa: F401  (importing marks them)
+from .impl import (  # noqa: F401  (importing marks them)
+    activation,
+    attention,
+    cache,
+    moe,
+    normalization,
+    quantization,
+    rotary,
+    sampling,
+)
 
 __all__ = ["register_builtins"]
 

@@ -32,3 +32,8 @@ def tensor_reason(x: torch.Tensor) -> str:
     if x.dtype not in DTYPES:
         return f"dtype {str(x.dtype).removeprefix('torch.')} is not float16, bfloat16 or float32"
     return f"{x.dim()} dimensions are more than {MOST_DIMENSIONS}"
+
+
+def rows_of(x: torch.Tensor) -> torch.Tensor:
+    """x as most operators are documented: contiguous, with two dimensions or more."""
+    return x.contiguous() if x.dim() > 1 else x.unsqueeze(0).contiguous()

@@ -9,7 +9,7 @@ schema does not say so.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -19,6 +19,9 @@ from .common import fits, tensor_reason
 
 PLAIN = [0, 0, 0]
 """The mrope_section of positions with one row."""
+
+SECTIONS = ((16, 24, 24),)
+"""The others that are known to work; [16, 16, 0] is one that is refused on the device."""
 
 
 def _step(dtype: torch.dtype) -> int:
@@ -59,7 +62,7 @@ def supports_tensors(
             continue
         if x.dtype is not dtype:
             return f"{name} is {x.dtype}, query is {dtype}"
-        if x.dim() < 2 or x.shape[0] != tokens or x.shape[-1] % head_size:
+        if x.dim() < 2 or x.shape[-1] % head_size or x.shape[:-1].numel() % max(tokens, 1):
             return f"{name} has shape {list(x.shape)} for {tokens} tokens"
     return True
 
@@ -87,8 +90,9 @@ def rotate(
     """One call of `npu_mrope`; without a key its place is taken by the query's first head."""
     if not query.numel():
         return query.new_empty(query.shape), None if key is None else key.new_empty(key.shape)
-    rows = query.reshape(query.shape[0], -1).contiguous()
-    others = rows[:, :head_size] if key is None else key.reshape(key.shape[0], -1)
+    tokens = positions.shape[-1]
+    rows = query.reshape(tokens, -1).contiguous()
+    others = rows[:, :head_size] if key is None else key.reshape(tokens, -1)
     turned, turned_others = torch.ops.npu.npu_mrope(
         positions.contiguous(),
         rows,
@@ -112,3 +116,41 @@ def rotary_embedding(
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
     """query, key: (tokens, heads * head_size) or (tokens, heads, head_size) -> new tensors."""
     return rotate(positions.flatten(), query, key, head_size, cos_sin_cache, is_neox, PLAIN)
+
+
+def _supports_sections(facts: Mapping[str, Any]) -> bool | str:
+    section = facts["mrope_section"]
+    if facts["mrope_interleaved"]:
+        return "sections in turns (mrope_interleaved)"
+    if section is not None and tuple(section) not in SECTIONS:
+        return f"mrope_section {list(section)} is not one of {list(map(list, SECTIONS))}"
+    return _supports_layer(facts)
+
+
+def _supports_three(
+    positions: torch.Tensor,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    head_size: int,
+    cos_sin_cache: torch.Tensor,
+    is_neox: bool,
+    mrope_section: Sequence[int] | None,
+    mrope_interleaved: bool = False,
+) -> bool | str:
+    return supports_tensors(query, key, head_size, cos_sin_cache, positions.shape[-1])
+
+
+@backend.implements(supports=_supports_three, supports_layer=_supports_sections)
+def mrotary_embedding(
+    positions: torch.Tensor,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    head_size: int,
+    cos_sin_cache: torch.Tensor,
+    is_neox: bool,
+    mrope_section: Sequence[int] | None,
+    mrope_interleaved: bool = False,
+) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """positions: (3, tokens) with sections, or (tokens,) -> new tensors."""
+    section = PLAIN if positions.dim() == 1 else list(mrope_section or PLAIN)
+    return rotate(positions, query, key, head_size, cos_sin_cache, is_neox, section)
