@@ -57,7 +57,7 @@ def tiny(path: Path, family: str, *, layers: int = 2, seed: int = 0) -> Path:
             if weight.dim() == 1:  # the norms
                 weight.normal_(neutral, 0.2, generator=generator)
             elif name == "model.embed_tokens.weight":  # a lookup: each row is used as it is
-                weight.normal_(0.0, 0.02 if tied else 1.0, generator=generator)
+                weight.normal_(0.0, 0.005 if tied else 1.0, generator=generator)
             else:
                 scale = 2.0 if tied and name.endswith(("o_proj.weight", "down_proj.weight")) else 1
                 weight.normal_(0.0, scale * weight.shape[1] ** -0.5, generator=generator)

@@ -14,7 +14,7 @@ import torch.nn.functional as F
 
 from ..dispatch.types import OpSignature
 from .contract import CallSite, Case, OpContract, half_and_single
-from .inputs import SPECIAL, WIDE_RANGE, rows, with_special
+from .inputs import HUGE, SPECIAL, WIDE_RANGE, rows, with_special
 
 __all__ = [
     "CONTRACTS",
@@ -140,7 +140,7 @@ def _gated(
         with_special(gate, gates)
         with_special(up[len(gates) :])
     if huge_gate:
-        gate *= 1e4
+        gate.copy_(rows(tuple(gate.shape), dtype, generator, **HUGE))
     return (x, *extra)
 
 
@@ -173,7 +173,7 @@ def _gated_cases(
         *(Case(name + suffix, partial(make, **settings)) for name, settings in _LAYOUTS.items()),
         Case("tiny values" + suffix, partial(make, shape=(3, 64), scale=1e-3)),
         # The products leave float16's range.
-        Case("huge values" + suffix, partial(make, shape=(3, 64), scale=1e4), WIDE_RANGE),
+        Case("huge values" + suffix, partial(make, shape=(3, 64), **HUGE), WIDE_RANGE),
         Case("huge gates" + suffix, partial(make, shape=(3, 64), huge_gate=True)),
         Case("inf and nan" + suffix, partial(make, shape=(6, 64), gates=gates)),
     )
@@ -199,7 +199,7 @@ def _single_cases() -> tuple[Case, ...]:
         ),
         *(Case(name, partial(_single, **settings)) for name, settings in _LAYOUTS.items()),
         Case("tiny values", partial(_single, shape=(3, 64), scale=1e-3)),
-        Case("huge values", partial(_single, shape=(3, 64), scale=1e4)),
+        Case("huge values", partial(_single, shape=(3, 64), **HUGE)),
         Case("inf and nan", partial(_single, shape=(4, 64), special=True)),
     )
 

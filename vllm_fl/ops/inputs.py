@@ -7,10 +7,15 @@ import math
 
 import torch
 
-__all__ = ["SPECIAL", "WIDE_RANGE", "rows", "with_special"]
+__all__ = ["HUGE", "SPECIAL", "WIDE_RANGE", "rows", "with_special"]
 
 WIDE_RANGE = (torch.float32, torch.bfloat16)
 """The dtypes that hold products of values around 1e4; float16 ends at 65504."""
+
+HUGE = {"scale": 1e4, "beyond": 200.0}
+"""Settings of `rows`. A sigmoid of -10 to -17 in float16, or of -87 to -104 in float32, is below
+the normal numbers or 0, by rounding as by overflow of an exponential, and no bound in ulps holds:
+beyond 200 it is 0 for all."""
 
 SPECIAL = (math.inf, -math.inf, math.nan)
 
@@ -21,6 +26,7 @@ def rows(
     generator: torch.Generator,
     *,
     scale: float = 1.0,
+    beyond: float = 0.0,
     pad: int = 0,
     layout: str = "",
 ) -> torch.Tensor:
@@ -28,6 +34,7 @@ def rows(
 
     Args:
         scale: their standard deviation.
+        beyond: each value is that much farther from 0.
         pad: the rows are slices of rows that are longer by this many elements.
         layout: "permuted": the first two of three or more dimensions are swapped in memory;
             "transposed": the last two of two or more are, so that no row is contiguous.
@@ -37,7 +44,8 @@ def rows(
     if swapped is not None:
         first, second = swapped
         wanted[first], wanted[second] = wanted[second], wanted[first]
-    x = (scale * torch.randn(wanted, generator=generator)).to(dtype)
+    x = scale * torch.randn(wanted, generator=generator)
+    x = (x + beyond * x.sign()).to(dtype)
     if swapped is not None:
         x = x.transpose(*swapped)
     return x[..., : shape[-1]]

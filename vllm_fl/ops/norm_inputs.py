@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from .contract import Case
-from .inputs import rows, with_special
+from .inputs import HUGE, rows, with_special
 
 __all__ = ["GATED_CASES", "LAYER_NORM_CASES", "gemma_cases", "rms_cases"]
 
@@ -98,7 +98,7 @@ def _cases(
         "hidden 576": {"shape": (9, 576)},
         "wide": {"shape": (2, 4096)},
         "tiny values": {"shape": (3, 64), "scale": 1e-3},
-        "huge values": {"shape": (3, 64), "scale": 1e4},
+        "huge values": {"shape": (3, 64), **HUGE},
         "slice of wider rows": {"shape": (5, 64), "pad": 32},
         "permuted": {"shape": (3, 5, 64), "layout": "permuted"},
         "transposed": {"shape": (6, 64), "layout": "transposed"},
