@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import math
+from typing import Any
 
 import torch
 
@@ -12,7 +13,7 @@ __all__ = ["HUGE", "SPECIAL", "WIDE_RANGE", "rows", "with_special"]
 WIDE_RANGE = (torch.float32, torch.bfloat16)
 """The dtypes that hold products of values around 1e4; float16 ends at 65504."""
 
-HUGE = {"scale": 1e4, "beyond": 200.0}
+HUGE: dict[str, Any] = {"scale": 1e4, "beyond": 200.0}
 """Settings of `rows`. A sigmoid of -10 to -17 in float16, or of -87 to -104 in float32, is below
 the normal numbers or 0, by rounding as by overflow of an exponential, and no bound in ulps holds:
 beyond 200 it is 0 for all."""
