@@ -130,6 +130,7 @@ def start(targets: Sequence[Target], device: str, method: str) -> Child:
     Raises:
         DispatchError: an implementation cannot be brought into a new process.
     """
+    packed = [] if method == "fork" else [_packed(target) for target in targets]
     mine, its = multiprocessing.Pipe()
     descriptor, name = tempfile.mkstemp(prefix="vllm_fl-verify-", suffix=".log")
     process: _Process
@@ -138,7 +139,7 @@ def start(targets: Sequence[Target], device: str, method: str) -> Child:
             process = _Forked(targets, device, its, descriptor)
         else:
             process = _Spawned(its, descriptor)
-            mine.send((device, [_packed(target) for target in targets]))
+            mine.send((device, packed))
     finally:
         its.close()
         os.close(descriptor)
@@ -253,6 +254,9 @@ def _serve_in_fork(
 ) -> None:
     os.dup2(log, 1)
     os.dup2(log, 2)
+    # Whoever replaced these in the parent, as a test runner does, is not to hear of it.
+    sys.stdout = os.fdopen(os.dup(1), "w", buffering=1)
+    sys.stderr = os.fdopen(os.dup(2), "w", buffering=1)
     # The parent's OpenMP threads do not exist here: a kernel that waited for them would hang.
     torch.set_num_threads(1)
     _serve(targets, device, connection)

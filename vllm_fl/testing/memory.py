@@ -75,7 +75,7 @@ class Placed:
             owners = [name for name, mask in inside.items() if mask[first]]
             count = int(changed.sum())
             if owners:
-                found.append(f"{' and '.join(owners)} was written ({count} bytes)")
+                found.append(f"{' and '.join(owners)} was written ({count} bytes changed)")
             else:
                 found.append(
                     f"{count} bytes were written beside {' and '.join(inside)}: between its rows "

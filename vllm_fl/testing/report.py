@@ -132,7 +132,7 @@ class Skip:
         return {name: value for name, value in found.items() if value is not None}
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, repr=False)
 class Report:
     """What the kit found.
 
@@ -259,9 +259,12 @@ class Report:
         ElementTree.indent(root)
         return ElementTree.tostring(root, encoding="unicode", xml_declaration=True) + "\n"
 
-    def __str__(self) -> str:
+    def __repr__(self) -> str:
+        """What `assert report.passed, report` shows."""
         lines = [f"{self.cases} cases, {self.failed} failed, {len(self.skipped)} skipped"]
         lines += [f"  {failure}" for failure in self.failures]
+        if not self.cases:
+            lines += [f"  not run: {skip.reason}" for skip in self.skipped]
         return "\n".join(lines)
 
 
