@@ -124,6 +124,7 @@ class Engines:
         max_tokens: int = 64,
         logprobs: bool = True,
         sampling: Mapping[str, Any] | None = None,
+        each: Sequence[Mapping[str, Any]] = (),
         fails: bool = False,
         **llm: Any,
     ) -> dict[str, Any]:
@@ -137,6 +138,7 @@ class Engines:
             prompts: None takes 8 texts for "demo", 8 lists of token ids for the others.
             logprobs: of the prompts, too.
             sampling: more arguments of SamplingParams.
+            each: more of them for each prompt; the short generation then has all prompts too.
             fails: it is expected to fail; then the log is all there is.
             **llm: arguments of vllm.LLM beside the usual ones.
         """
@@ -163,6 +165,7 @@ class Engines:
                 "prompt_logprobs": 0 if logprobs else None,
                 **(sampling or {}),
             },
+            "each": list(each),
             "routes": has_plugin,
         }
         key = json.dumps([request, changes, str(python)], sort_keys=True)

@@ -2,9 +2,10 @@
 """Runs one vLLM engine in a process of its own: `python engine.py REQUEST.json REPLY.json`.
 
 The request: {"llm": arguments of vllm.LLM, "prompts": texts or lists of token ids,
-"sampling": arguments of SamplingParams, "routes": bool}. The reply: for each prompt "tokens",
-"texts" and "logprobs" (of the prompt); what `probes.py` found, with the "operators" of a short
-generation; if asked for, the "routes" of each rank, whose calls are those of that generation.
+"sampling": arguments of SamplingParams, "each": more of them for each prompt, or [], "routes":
+bool}. The reply: for each prompt "tokens", "texts" and "logprobs" (of the prompt); what `probes.py`
+found, with the "operators" of a short generation; if asked for, the "routes" of each rank, whose
+calls are those of that generation.
 """
 
 import json
@@ -19,7 +20,7 @@ def main(request: dict[str, Any]) -> dict[str, Any]:
     llm = LLM(worker_extension_cls="probes.Probes", **request["llm"])
     try:
         seen = watch(llm, request)
-        outputs = generate(llm, request["prompts"], request["sampling"])
+        outputs = generate(llm, request["prompts"], request["sampling"], request["each"])
     finally:
         llm.llm_engine.engine_core.shutdown()
     return {
@@ -36,7 +37,8 @@ def watch(llm: Any, request: dict[str, Any]) -> dict[str, Any]:
     if request["routes"]:
         llm.collective_rpc("vllm_fl_dispatch", args=("count",))
     llm.collective_rpc("probe_profile_start")
-    generate(llm, request["prompts"][:1], {"temperature": 0.0, "max_tokens": 4})
+    prompts = request["prompts"] if request["each"] else request["prompts"][:1]
+    generate(llm, prompts, {"temperature": 0.0, "max_tokens": 4}, request["each"])
     seen["operators"] = llm.collective_rpc("probe_profile_stop")[0]
     if request["routes"]:
         seen["routes"] = llm.collective_rpc("vllm_fl_dispatch", args=("uncount",))
@@ -45,13 +47,19 @@ def watch(llm: Any, request: dict[str, Any]) -> dict[str, Any]:
     return seen
 
 
-def generate(llm: Any, prompts: list[Any], sampling: dict[str, Any]) -> list[Any]:
+def generate(
+    llm: Any, prompts: list[Any], sampling: dict[str, Any], each: list[dict[str, Any]]
+) -> list[Any]:
     from vllm import SamplingParams
 
     # Without a tokenizer there is nothing to turn tokens into text with.
     detokenize = isinstance(prompts[0], str)
     inputs = prompts if detokenize else [{"prompt_token_ids": prompt} for prompt in prompts]
-    return llm.generate(inputs, SamplingParams(detokenize=detokenize, **sampling), use_tqdm=False)
+    params = [
+        SamplingParams(**{"detokenize": detokenize, **sampling, **own})
+        for own in each or [{}] * len(prompts)
+    ]
+    return llm.generate(inputs, params, use_tqdm=False)
 
 
 def prompt_logprobs(output: Any) -> list[float]:
