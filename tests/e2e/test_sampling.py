@@ -11,7 +11,7 @@ pytestmark = pytest.mark.e2e
 EACH = (
     {},
     {"repetition_penalty": 2.0},
-    {"repetition_penalty": 1.3, "presence_penalty": 2.0, "frequency_penalty": 1.5},
+    {"repetition_penalty": 0.5, "presence_penalty": 0.5, "frequency_penalty": 0.3},
     {"temperature": 1.0, "seed": 1, "top_k": 5},
     {"temperature": 1.0, "seed": 2, "top_p": 0.8},
     {"temperature": 1.0, "seed": 3, "top_k": 20, "top_p": 0.9},
