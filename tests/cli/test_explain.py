@@ -10,7 +10,7 @@ from tests.cli.helpers import run, text_of, untold
 from vllm_fl.cli.errors import CommandError, UsageError
 from vllm_fl.cli.explain import explain, render
 from vllm_fl.cli.main import main
-from vllm_fl.dispatch import OpManager, SelectionPolicy
+from vllm_fl.dispatch import OpManager, SelectionPolicy, get_default_manager
 from vllm_fl.dispatch.config import Config
 from vllm_fl.dispatch.discovery import PluginRecord
 from vllm_fl.dispatch.registry import OpRegistry
@@ -203,3 +203,15 @@ def test_every_op_that_ships_can_be_explained_for_every_vendor_with_its_guards()
             data = explain(manager, name, vendor=vendor, dtype=dtypes[name])
             assert data["winner"] is not None
             assert data["asked"] == ("layer guards" if vendor == "ascend" else "all guards")
+
+
+def test_for_another_device_its_own_shipped_policy_counts_and_is_left_behind_afterwards() -> None:
+    manager = get_default_manager()
+    manager.ensure_initialized()
+    here = manager.device
+    data = explain(manager, "silu_and_mul", vendor="cuda")
+    assert data["winner"]["impl_id"] == "vendor.cuda"
+    (order,) = data["policy"].values()
+    assert order["source"].startswith("shipped policy cuda.yaml:")
+    assert manager.device == here
+    assert manager.policy_in_force.order_for("silu_and_mul", "eager") == ()

@@ -164,10 +164,14 @@ def explain(
         asked = "layer guards"
         if made.on_device:
             call, asked = Call(made.args), "all guards"
+    here = manager.device
     try:
-        decision = manager.decide(op, device=device, facts=facts, call=call, mode=mode, layer=layer)
+        manager.set_device(device)  # and so its shipped policy counts
+        decision = manager.decide(op, facts=facts, call=call, mode=mode, layer=layer)
     except UnknownOpError:
         raise _unknown(manager, op) from None
+    finally:
+        manager.set_device(here)
     return {
         **_as_data(decision),
         "enabled": manager.config.enabled,

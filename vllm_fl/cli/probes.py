@@ -129,7 +129,8 @@ def prepare(tell: Tell, skip: Skip = ()) -> Prepared:
             tell("probe", op, impl.impl_id)
             impl.availability(device)
     tell("manager")
-    manager = OpManager(registry, config=config, device=device)
+    # Left to read the configuration itself, it reads another device's shipped policy in a what-if.
+    manager = OpManager(registry, config=config if problem else None, device=device)
     manager.ensure_initialized()
     return Prepared(manager, problem)
 
