@@ -23,9 +23,10 @@ READY := $(VENV)/.ready
 
 # FlagGems runs in an environment of its own, because it wants another Triton than vLLM for CPU has.
 # --no-deps: it pins numpy, packaging and PyYAML to exact old releases.
-GEMS_VENV := $(VENV)-flaggems
+TRITON ?= 3.6.0
+GEMS_VENV := $(VENV)-flaggems-$(TRITON)
 GEMS_READY := $(GEMS_VENV)/.ready
-GEMS := flag-gems==5.0.2 sqlalchemy==2.0.48 triton==3.6.0
+GEMS := flag-gems==5.0.2 sqlalchemy==2.0.48 triton==$(TRITON)
 
 # Keep a step's output in a file, and show all of it if the step fails.
 logged = >>$(1) 2>&1 || { cat $(1); exit 1; }

@@ -128,6 +128,7 @@ def _pass_launches_through() -> None:
         "libtuner": decorator,
         "LibEntry": object,
         "LibTuner": LibTuner,
+        "minor_version": None,  # the shim's
     }.items():
         setattr(entry, name, value)
     sys.modules["flag_gems.utils.libentry"] = entry

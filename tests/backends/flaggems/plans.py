@@ -127,8 +127,35 @@ def report() -> dict[str, Any]:
         fast = microseconds(call)
         with without_plans():
             said["host_us"][name] = (microseconds(call), fast)
-    said.update(refusals(), **limits())
+    said.update(refusals(), **limits(), uncompiled=uncompiled())
     return said
+
+
+def uncompiled() -> dict[str, bool]:
+    """Whether what guards refuse, and an interpreter does, fails to compile."""
+    ops = {impl.op_name: impl.fn for impl in register_ops.backend.implementations}
+    one, slots = torch.ones(1), torch.arange(5)
+
+    def fails(op: str, *args: Any) -> bool:
+        try:
+            ops[op](*args)
+        except Exception as error:
+            return type(error).__name__ == "CompilationError"
+        return False
+
+    def latent(rank: int) -> tuple[Any, ...]:
+        rows = (torch.zeros(5, rank), torch.zeros(5, 16))
+        return *rows, torch.zeros(4, 8, rank + 16), slots, "auto", one
+
+    def groups(topk: int) -> tuple[Any, ...]:
+        return torch.zeros(5, 16), topk, True, 4, 2, "sigmoid", 1.0, torch.zeros(16)
+
+    return {
+        "rank 37": fails("concat_and_cache_mla", *latent(37)),
+        "rank 32": fails("concat_and_cache_mla", *latent(32)),
+        "top 6": fails("grouped_topk", *groups(6)),
+        "top 4": fails("grouped_topk", *groups(4)),
+    }
 
 
 def refusals() -> dict[str, Any]:

@@ -35,7 +35,7 @@ INTERPRETED = tuple(dict.fromkeys(op for op, _, _ in CASES))
 # NumPy, which interprets the kernels, warns of infinities that a GPU computes in silence, and of
 # how Triton uses it.
 pytestmark = [
-    pytest.mark.filterwarnings("ignore:.*encountered in:RuntimeWarning"),
+    pytest.mark.filterwarnings("ignore:.* encountered:RuntimeWarning"),
     pytest.mark.filterwarnings("ignore:Conversion of an array with ndim:DeprecationWarning"),
 ]
 

@@ -50,7 +50,7 @@ class Pipe(list[Any]):
     send = list.append
 
 
-@pytest.mark.filterwarnings("ignore:.*encountered in:RuntimeWarning")
+@pytest.mark.filterwarnings("ignore:.* encountered:RuntimeWarning")
 def test_cases_are_checked_at_the_first_call_and_at_the_third(
     gems: Mapping[str, OpImpl], benchmark: ModuleType, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -21,7 +21,7 @@ CONTRACT_OF = {contract.name: contract for contract in CONTRACTS}
 IMPLS = {impl.op_name: impl for impl in register_ops.backend.implementations}
 
 pytestmark = [
-    pytest.mark.filterwarnings("ignore:.*encountered in:RuntimeWarning"),
+    pytest.mark.filterwarnings("ignore:.* encountered:RuntimeWarning"),
     pytest.mark.filterwarnings("ignore:Conversion of an array with ndim:DeprecationWarning"),
 ]
 each_refusal = pytest.mark.parametrize("refusal", REFUSALS, ids=lambda r: f"{r.op} {r.name}")

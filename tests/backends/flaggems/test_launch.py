@@ -79,3 +79,12 @@ def test_plans_are_forgotten_before_they_are_too_many(found: Any) -> None:
 
 def test_other_drivers_than_cudas_have_no_plans(found: Any) -> None:
     assert found["on_hip"] == "no plan"
+
+
+def test_sizes_that_guards_refuse_do_not_compile_and_their_neighbours_do(found: Any) -> None:
+    assert found["uncompiled"] == {
+        "rank 37": True,
+        "rank 32": False,
+        "top 6": True,
+        "top 4": False,
+    }

@@ -7,6 +7,7 @@ Kernels that make block pointers by hand are not reached; Triton 3.9 has none of
 
 from __future__ import annotations
 
+import importlib
 from typing import Any
 
 __all__ = ["WHAT", "apply", "revert"]
@@ -21,9 +22,10 @@ def apply() -> None:
     """Change the two settings; a second call changes nothing."""
     if _before:
         return
-    from flag_gems.utils import libentry
     from flag_gems.utils.codegen_config_utils import get_codegen_config
 
+    # Not an attribute of flag_gems.utils: there the decorator of that name is in the way.
+    libentry = importlib.import_module("flag_gems.utils.libentry")
     for owner, name, value in (
         (libentry, "minor_version", _LAST_KNOWN_MINOR),
         (get_codegen_config(), "prefer_block_pointer", False),
