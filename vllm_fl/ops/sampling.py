@@ -147,7 +147,8 @@ def _largest_only(logits: torch.Tensor, k: torch.Tensor) -> torch.Tensor:
     limited = k < logits.shape[1]
     wanted = k.long().masked_fill(~limited, 1).unsqueeze(1)
     kth = logits.topk(int(wanted.max()), dim=-1).values.gather(1, wanted - 1)
-    return logits.masked_fill(limited.unsqueeze(1) & (logits < kth), -float("inf"))
+    kth = kth.masked_fill(~limited.unsqueeze(1), -float("inf"))
+    return logits.masked_fill(logits < kth, -float("inf"))
 
 
 def _same_shape(
