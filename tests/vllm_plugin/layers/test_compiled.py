@@ -79,6 +79,51 @@ def test_a_named_op_is_one_opaque_node_with_the_same_numbers(
     assert found[1] is None
 
 
+def test_every_other_op_is_one_opaque_node_too(register, current_config) -> None:
+    """Norms with other facts, activations with arguments, positions in three dimensions."""
+    from vllm.model_executor.layers import activation, layernorm
+    from vllm.model_executor.layers.rotary_embedding.mrope import MRotaryEmbedding
+
+    ops = {
+        "gemma_rms_norm": (layernorm.GemmaRMSNorm, (64,), (torch.randn(5, 64),)),
+        "rms_norm_gated": (layernorm.RMSNormGated, (64,), (torch.randn(5, 64),) * 2),
+        "mul_and_silu": (activation.MulAndSilu, (), (torch.randn(5, 64),)),
+        "silu_and_mul_with_clamp": (
+            activation.SiluAndMulWithClamp, (7.0, 1.5, 1.0), (torch.randn(5, 64),),
+        ),
+        "swigluoai_and_mul": (activation.SwigluOAIAndMul, (), (torch.randn(5, 64),)),
+        "fatrelu_and_mul": (activation.FatreluAndMul, (0.5,), (torch.randn(5, 64),)),
+        "gelu_new": (activation.NewGELU, (), (torch.randn(5, 64),)),
+        "gelu_fast": (activation.FastGELU, (), (torch.randn(5, 64),)),
+        "gelu_quick": (activation.QuickGELU, (), (torch.randn(5, 64),)),
+        "relu2": (activation.ReLUSquaredActivation, (), (torch.randn(5, 64),)),
+        "mrotary_embedding": (
+            MRotaryEmbedding,
+            (64, 64, 32, 10000.0, True, torch.float32, [8, 12, 12]),
+            (torch.arange(15).view(3, 5), torch.randn(5, 128), torch.randn(5, 64)),
+        ),
+    }  # fmt: skip
+    if hasattr(layernorm.LayerNorm, "dispatch_forward"):
+        ops["layer_norm"] = (layernorm.LayerNorm, (64,), (torch.randn(5, 64),))
+    register(PER_OP=";".join(f"{op}=vendor:cpu|reference" for op in ops))
+    for op, (cls, args, inputs) in ops.items():
+        torch.compiler.reset()
+        with current_config(mode=3):
+            layer = cls(*args)
+        expected = layer.forward_native(*(x.clone() for x in inputs))
+        found, nodes = traced(layer, *(x.clone() for x in inputs))
+        assert nodes == [f"vllm_fl.{op}.default"], op
+        torch.testing.assert_close(found, expected, msg=op)
+
+    register(PER_OP="fused_add_gemma_rms_norm=reference")
+    with current_config(mode=3):
+        layer = layernorm.GemmaRMSNorm(64)
+    x, residual = torch.randn(5, 64), torch.randn(5, 64)
+    found, nodes = traced(layer, x, residual)
+    assert nodes == ["vllm_fl.fused_add_gemma_rms_norm.default"]
+    torch.testing.assert_close(found, layer.forward_native(x, residual))
+
+
 def test_a_reference_winner_is_functional_and_returns_no_key_where_there_is_none(
     register, current_config, layers
 ) -> None:

@@ -18,7 +18,13 @@ from tests.backends.helpers import (
 )
 from tests.backends.vendor.cpu.refusals import SERVED, SERVED_HALF
 from vllm_fl.backends.reference.impl import activation as reference
-from vllm_fl.backends.vendor.cpu.impl.activation import gelu_and_mul, silu_and_mul
+from vllm_fl.backends.vendor.cpu.impl.activation import (
+    gelu_and_mul,
+    gelu_fast,
+    gelu_new,
+    gelu_quick,
+    silu_and_mul,
+)
 
 pytestmark = pytest.mark.usefixtures("kernels")
 
@@ -150,3 +156,91 @@ def test_an_input_that_requires_grad_gives_a_result_without_gradient():
     """Inference only: no backward exists, and none is pretended."""
     x = randn((3, 32), torch.float32).requires_grad_()
     assert not silu_and_mul(x).requires_grad
+
+
+# ----------------------------------------------------------------------------- elementwise
+
+ELEMENTWISE = {"gelu_new": gelu_new, "gelu_fast": gelu_fast, "gelu_quick": gelu_quick}
+each_elementwise = pytest.mark.parametrize("op", ELEMENTWISE)
+each_dtype = pytest.mark.parametrize("dtype", SERVED, ids=name_of)
+
+
+def exact_elementwise(op, x):
+    """(the float64 truth, how far float32 arithmetic may be off), the formulas written with the
+    logistic function instead of tanh."""
+    x = x.double()
+    unit = 2.0**-24
+    if op == "gelu_quick":
+        truth_ = x / (1 + torch.exp(-1.702 * x))
+        # exp's argument is off by 2 units of itself; exp, sum, quotient add 4.
+        return truth_, truth_.abs() * unit * (4 + 2 * (1.702 * x).abs()) + x.abs() * 2.0**-121
+    c = (2 / torch.pi) ** 0.5 if op == "gelu_new" else 0.7978845608
+    # 1 + tanh cancels for negative x: the error is relative to |x|.
+    return x / (1 + torch.exp(-2 * c * (x + 0.044715 * x**3))), x.abs() * unit * 8
+
+
+@each_dtype
+@each_elementwise
+@pytest.mark.parametrize("shape", ((8,), (1, 64), (7, 24), (3, 5, 64), (64, 1160)), ids=name_of)
+def test_elementwise_results_are_rounded_once_from_the_float64_formula(op, dtype, shape):
+    x = 3 * randn(shape, dtype)
+    expected, float32_error = exact_elementwise(op, x)
+    found = ELEMENTWISE[op](x)
+    assert found.dtype is dtype
+    assert_within(found, expected, float32_error + rounding(expected, dtype))
+
+
+@each_dtype
+@each_elementwise
+@pytest.mark.parametrize(
+    "view",
+    (
+        lambda x: x[:, 1, 5:69],
+        lambda x: x[0].t()[:64].t(),
+        lambda x: x[:1, 0, :64].expand(5, 64),
+        lambda x: x[::2, :, :64],
+    ),
+    ids=("slice", "transposed", "one-row-repeated", "every-second-row"),
+)
+def test_an_elementwise_view_gives_what_its_copy_gives_and_a_contiguous_result(op, dtype, view):
+    x = view(randn((6, 3, 96), dtype))
+    assert not x.is_contiguous()
+    found = ELEMENTWISE[op](x)
+    assert found.is_contiguous()
+    assert_same(found, ELEMENTWISE[op](x.contiguous()))
+
+
+@each_elementwise
+def test_the_kernel_itself_reads_a_slice_as_if_it_were_contiguous(kernels, op):
+    x = randn((5, 128), torch.float32)[:, :64]
+    out = torch.empty(5, 64)
+    getattr(kernels, op)(out, x)
+    assert (out - ELEMENTWISE[op](x)).abs().max() > 0.5
+
+
+@each_dtype
+@each_elementwise
+def test_an_elementwise_input_may_start_anywhere_and_is_neither_written_nor_returned(op, dtype):
+    x = randn((5, 64), dtype)
+    expected = ELEMENTWISE[op](x)
+    for elements in (1, 3, 4, 8):
+        moved = at_offset(x, elements)
+        before = bits(moved).clone()
+        assert_same(ELEMENTWISE[op](moved), expected)
+        ELEMENTWISE[op](moved).zero_()
+        assert torch.equal(bits(moved), before)
+
+
+@each_dtype
+@each_elementwise
+def test_elementwise_infinities_and_nan_are_where_the_reference_has_them(op, dtype):
+    x = torch.tensor([*EDGES, *[1.0] * 7], dtype=dtype)
+    found, expected = ELEMENTWISE[op](x), getattr(reference, op)(x)
+    assert torch.equal(found.isnan(), expected.isnan())
+    assert torch.equal(found.isinf(), expected.isinf())
+    assert expected.isnan().any() and expected.isinf().any()
+
+
+@each_elementwise
+def test_no_tokens_stay_none_elementwise(op):
+    assert ELEMENTWISE[op](torch.empty(0, 64)).shape == (0, 64)
