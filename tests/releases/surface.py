@@ -29,6 +29,7 @@ from .checks import (
 from .served import KeptBySubclasses
 from .surface_functions import FUNCTIONS
 from .surface_layers import LAYERS
+from .surface_platform import OWN_PLATFORM
 
 __all__ = ["ALIASES", "RELEASES", "SURFACE", "Release"]
 
@@ -417,5 +418,5 @@ ATTENTION = (
 
 SURFACE: tuple[Entry, ...] = (
     *PROCESSES, *ENVIRONMENT, *PLATFORM, *CONFIGURATION, *WORKERS, *RPC, *LAYERS, *FUNCTIONS,
-    *ATTENTION, *DEMO,
+    *ATTENTION, *DEMO, *OWN_PLATFORM,
 )  # fmt: skip

@@ -24,6 +24,7 @@ from .checks import (
     Kind,
     MentionedOnlyIn,
     NamesClass,
+    OnlySince,
     Sets,
     Takes,
 )
@@ -394,6 +395,12 @@ def test_what_a_release_need_not_have_may_be_absent() -> None:
     assert look(gone, gone="0.30.0") == ("absent", "")
     assert look(gone, gone="0.32.0") == ("missing", "not there")
     assert look("vllm.llm:LLM.chat", Takes("x"), since="0.32.0")[0] == "changed"
+
+
+def test_what_stood_under_a_name_before_is_not_asked_about() -> None:
+    chat = "vllm.llm:LLM.chat"  # of 0.30.0, and without the parameter
+    assert look(chat, OnlySince("0.32.0", Takes("x"), "another one")) == ("ok", "another one")
+    assert look(chat, OnlySince("0.30.0", Takes("x"), "another one"))[0] == "changed"
 
 
 def test_a_finding_says_where_it_was_found() -> None:

@@ -15,7 +15,7 @@ from vllm_fl.ops import CONTRACTS
 from vllm_fl.vllm_plugin.layers import LAYERS
 
 from .audit import failures, read_installed
-from .checks import OnlySince
+from .checks import Equals, OnlySince
 from .source import Source
 from .surface import RELEASES, SURFACE
 
@@ -65,12 +65,14 @@ def covered() -> set[str]:
     """Every path of the table and what it stands in, in each way to write a module's name."""
     paths: set[str] = set()
     for entry in SURFACE:
+        paths |= {str(check.value) for check in entry.checks if isinstance(check, Equals)}
         module, _, name = entry.path.partition(":")
         package, _, last = module.rpartition(".")
         parts = name.split(".") if name else []
         for depth in range(len(parts) + 1):
             dotted = ".".join(parts[:depth])
             paths.add(f"{module}:{dotted}" if dotted else module)
+            paths.add(f"{module}.{dotted}" if dotted else module)  # as vLLM names classes
             if package:
                 paths.add(f"{package}:{'.'.join([last, *parts[:depth]])}")
     return paths

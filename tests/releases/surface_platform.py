@@ -1,0 +1,54 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What vllm_fl's own platform, and its stand-ins for vLLM's extension, rely on."""
+
+from __future__ import annotations
+
+from .checks import Entry, Equals, Has, Kind, Takes
+
+__all__ = ["OWN_PLATFORM"]
+
+INTERFACE = "vllm.platforms.interface"
+BACKENDS = "vllm.v1.attention.backends.registry:AttentionBackendEnum"
+VIEW = "get_accelerator_view_from_cpu_tensor"
+
+OWN_PLATFORM = (
+    Entry(
+        "vllm.plugins:PLATFORM_PLUGINS_GROUP",
+        "the group of the platform's entry point",
+        (Equals("vllm.platform_plugins"),),
+    ),
+    Entry("vllm.envs:VLLM_PLUGINS", "whether a platform of another package may be chosen"),
+    Entry(
+        f"{INTERFACE}:Platform",
+        "the base class of ours",
+        (Has(("device_control_env_var", "get_device_name", "device_type")),),
+    ),
+    Entry(f"{INTERFACE}:Platform.device_control_env_var", "which devices are visible"),
+    Entry("vllm.platforms:current_platform.get_device_name", "the product, for shipped policies"),
+    Entry(f"{INTERFACE}:DeviceCapability", "what ours answers", (Kind("class"),)),
+    Entry(f"{INTERFACE}:PlatformEnum", "what ours is", (Has(("OOT",)),)),
+    Entry(f"{INTERFACE}:PlatformEnum.OOT", "what ours is"),
+    Entry("vllm.utils.import_utils:import_pynvml", "asks NVML for devices", (Takes(""),)),
+    Entry(
+        "vllm.compilation.cuda_graph:CUDAGraphWrapper",
+        "named as the wrapper of static graphs",
+        (Kind("class"),),
+    ),
+    *(
+        Entry(f"{BACKENDS}.{name}", "an attention backend without compiled kernels")
+        for name in ("FLEX_ATTENTION", "TRITON_ATTN")
+    ),
+    *(
+        Entry(
+            f"{module}:{VIEW}",
+            "has the view of host memory under its own name, where a stand-in is put",
+            (Kind("function"),),
+        )
+        for module in (
+            "vllm.utils.torch_utils",
+            "vllm.v1.worker.gpu.buffer_utils",
+            "vllm.model_executor.model_loader.utils",
+            "vllm.model_executor.offloader.uva",
+        )
+    ),
+)
