@@ -4,14 +4,14 @@
 from __future__ import annotations
 
 import os
-import subprocess
-import sys
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
 import vllm_fl
+from vllm_fl.testing import UnknownNameError
+from vllm_fl.testing.vendor import VendorSuite
 
 pytest_plugins = ["pytester"]
 
@@ -46,8 +46,8 @@ def vendor(pytester: pytest.Pytester, monkeypatch) -> Callable[..., pytest.RunRe
     """vendor(*words) runs pytest with the plugin, where a vendor's module is registered. In a
     process of its own, because pytester forgets what was imported, and torch cannot be imported
     twice."""
-    pytester.makepyfile(vllm_fl_plugin_test=VENDOR)
-    monkeypatch.setenv("VLLM_FL_PLUGIN_MODULES", "vllm_fl_plugin_test")
+    pytester.makepyfile(vllm_fl_of_a_vendor=VENDOR)
+    monkeypatch.setenv("VLLM_FL_PLUGIN_MODULES", "vllm_fl_of_a_vendor")
     paths = [str(pytester.path), str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])]
     monkeypatch.setenv("PYTHONPATH", os.pathsep.join(paths))
     plugin = ("-p", "vllm_fl.testing.pytest_plugin", "-p", "no:cacheprovider", "-W", "error")
@@ -102,27 +102,18 @@ def test_a_line_without_a_reason_is_an_error(vendor, pytester) -> None:
     result.stderr.fnmatch_lines(["*xfails.txt:1: 'silu_and_mul/[*]' has no reason; write: *"])
 
 
-def test_an_unknown_vendor_is_an_error_that_names_the_known_ones(vendor) -> None:
-    result = vendor("--vllm-fl-vendor", "plugin_tset")
-    assert result.ret == pytest.ExitCode.USAGE_ERROR
-    result.stderr.fnmatch_lines(["*unknown vendor 'plugin_tset'; valid: *plugin_test*"])
+def test_an_unknown_vendor_is_an_error_that_names_the_known_ones() -> None:
+    with pytest.raises(UnknownNameError, match=r"unknown vendor 'cpi'; valid: .*cpu"):
+        VendorSuite("cpi", None)
 
 
-def test_without_the_option_a_test_that_asks_is_skipped_and_nothing_is_added(
+def test_without_the_option_a_test_that_asks_is_skipped_and_nothing_is_added_or_imported(
     vendor, pytester
 ) -> None:
-    pytester.makepyfile(test_mine=f"{ASKS}\ndef test_other():\n    pass\n")
+    light = (
+        "def test_other():\n    import sys\n    assert not {'torch', 'yaml'} & set(sys.modules)\n"
+    )
+    pytester.makepyfile(test_mine=f"{ASKS}\n{light}")
     result = vendor("-rs")
     result.assert_outcomes(passed=1, skipped=1)
     result.stdout.fnmatch_lines(["SKIPPED*give --vllm-fl-vendor NAME"])
-
-
-def test_the_plugin_is_light_until_it_is_used() -> None:
-    program = (
-        "import sys, vllm_fl.testing.pytest_plugin\n"
-        "print(*sorted({'torch', 'vllm', 'yaml'} & set(sys.modules)))"
-    )
-    done = subprocess.run(
-        [sys.executable, "-c", program], capture_output=True, text=True, timeout=60, check=True
-    )
-    assert done.stdout == "\n"
