@@ -198,6 +198,25 @@ def test_an_exception_says_which_implementation_and_which_shapes(
     assert "float32[7, 61]" in note
 
 
+@pytest.mark.parametrize("weight", [None, torch.ones(64)], ids=["functional", "in place"])
+def test_every_argument_that_vllms_function_writes_is_written(weight) -> None:
+    """The reference, which is functional, serves the norm without a weight; a kernel the other."""
+    module = module_of("def act(x, residual): raise NotImplementedError")
+    spec = FunctionSpec(
+        op="fused_add_rms_norm",
+        path=f"{DEFINES}:act",
+        arguments=lambda x, residual: (x, residual, weight, 1e-6),
+        writes=("x", "residual"),
+    )
+    bind((spec,))
+    x, residual = torch.randn(3, 64), torch.randn(3, 64)
+    total = x + residual
+    assert module.act(x, residual) is None
+    assert torch.equal(residual, total)
+    expected = torch.nn.functional.rms_norm(total, (64,), eps=1e-6)
+    torch.testing.assert_close(x, expected, rtol=1e-5, atol=1e-5)
+
+
 # ------------------------------------------------------------------------------ what is chosen
 
 

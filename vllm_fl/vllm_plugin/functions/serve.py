@@ -216,10 +216,16 @@ def _replacement(record: ServedFunction, binding: Binding) -> Callable[..., Any]
             raise
         if not written:
             return result
-        results = result if isinstance(result, tuple) else (result,)
-        for position, value in zip(written, results, strict=True):
-            if value is not given[position]:
-                given[position].copy_(value)
+        if result is not given[written[0]]:  # else its one argument was written in place
+            _write(given, written, result)
         return None
 
     return call
+
+
+def _write(given: tuple[Any, ...], written: tuple[int, ...], result: Any) -> None:
+    """Copy an op's outputs into the arguments that vLLM's function would have written."""
+    results = result if isinstance(result, tuple) else (result,)
+    for position, value in zip(written, results, strict=True):
+        if value is not given[position]:
+            given[position].copy_(value)
