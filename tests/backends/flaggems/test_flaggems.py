@@ -9,6 +9,7 @@ import subprocess
 import sys
 
 import pytest
+import torch
 from packaging.version import Version
 
 from vllm_fl.backends.flaggems import flaggems, register_ops, versions
@@ -86,7 +87,16 @@ def test_versions_that_do_not_fit_are_the_reason(
 
 def test_a_machine_without_the_device_is_the_reason(fits: pytest.MonkeyPatch) -> None:
     fits.setattr(devices, "detect", lambda vendor: DeviceFacts("cpu", "cpu"))
+    fits.setattr(torch.cuda, "device_count", lambda: 0)
     assert backend.is_available() == "no device of the vendor 'cuda' is here"
+
+
+def test_a_device_without_a_marker_counts_where_pytorch_counts_it(
+    fits: pytest.MonkeyPatch,
+) -> None:
+    fits.setattr(devices, "detect", lambda vendor: DeviceFacts("cpu", "cpu"))
+    fits.setattr(torch.cuda, "device_count", lambda: 1)
+    assert backend.is_available() is True
 
 
 def test_a_vendor_that_flaggems_does_not_know_is_the_reason(fits: pytest.MonkeyPatch) -> None:

@@ -11,8 +11,9 @@ import sys
 from typing import Any
 
 import pytest
+import torch
 
-from vllm_fl.backends.flaggems import versions
+from vllm_fl.backends.flaggems import launch, versions
 
 PROGRAM = """
 import json, sys
@@ -88,3 +89,17 @@ def test_sizes_that_guards_refuse_do_not_compile_and_their_neighbours_do(found: 
         "top 6": True,
         "top 4": False,
     }
+
+
+class Descriptor:
+    """Has a tensor's address inside, as Triton's descriptors for TMA have."""
+
+
+def test_an_argument_that_may_hide_an_address_is_refused() -> None:
+    x = torch.zeros(4, 64)
+    for constant in (None, 3, 1e-6, True, "tanh", torch.float16):
+        launch._check_constant(0, constant, [x])
+    with pytest.raises(launch._NoPlan, match="argument 2 is a Descriptor"):
+        launch._check_constant(2, Descriptor(), [x])
+    with pytest.raises(launch._NoPlan, match="argument 1 is an address"):
+        launch._check_constant(1, x.data_ptr() + 8, [x])

@@ -19,20 +19,7 @@ __all__ = ["GEMS_VENDORS", "FlagGemsBackend", "backend"]
 
 F = TypeVar("F", bound=Callable[..., Any])
 
-GEMS_VENDORS = {
-    "cuda": "nvidia",
-    "rocm": "amd",
-    "ascend": "ascend",
-    "cambricon": "cambricon",
-    "metax": "metax",
-    "mthreads": "mthreads",
-    "iluvatar": "iluvatar",
-    "kunlunxin": "kunlunxin",
-    "hygon": "hygon",
-    "enflame": "enflame",
-    "tsingmicro": "tsingmicro",
-    "sunrise": "sunrise",
-}
+GEMS_VENDORS = {info.name: info.flaggems for info in devices.VENDORS if info.flaggems is not None}
 """Our vendors to FlagGems' names of theirs; who is not here it has no kernels for."""
 
 _DEVICE_TYPES = {info.device_type for info in devices.VENDORS if info.name in GEMS_VENDORS}
@@ -60,7 +47,7 @@ class FlagGemsBackend(Backend):
         if vendor not in GEMS_VENDORS:
             return f"flag_gems has no kernels for the vendor '{vendor}'"
         # FlagGems' import asks the device for its name: without one it raises.
-        if devices.detect(None).vendor == "cpu":
+        if devices.detect(None).vendor == "cpu" and not _counts_devices(vendor):
             return f"no device of the vendor '{vendor}' is here"
         return True
 
@@ -120,6 +107,16 @@ class FlagGemsBackend(Backend):
             found = next((m for m in modules if hasattr(m, name)), None)
             if found is not None:  # else its op is unavailable, see `exports`
                 setattr(self.kernels, name, getattr(found, name))
+
+
+def _counts_devices(vendor: str) -> bool:
+    """Whether PyTorch counts devices where no marker is seen, as in some containers. For CUDA
+    it asks NVML, which initialises nothing."""
+    import torch
+
+    kind = devices.facts_of(vendor).device_type
+    count = getattr(getattr(torch, kind, None), "device_count", None)
+    return count is not None and count() > 0
 
 
 backend = FlagGemsBackend()
