@@ -129,7 +129,7 @@ def test_the_output_in_a_commands_page_is_what_the_command_prints(document: str)
     assert found.group(2) == ANSWERS[document](), "run: python tests/test_docs.py"
 
 
-NAMES = [module.__name__.rpartition(".")[2] for module in COMMANDS]
+NAMES = [module.__name__.rpartition(".")[2].replace("_", "-") for module in COMMANDS]
 SECTIONS = ["Usage", "Options", "Examples", "Example output", "Exit codes"]
 
 
@@ -153,7 +153,7 @@ def test_every_command_has_a_page_in_the_fixed_order_with_all_its_options(name: 
 
 def test_the_index_names_every_command() -> None:
     text = (ROOT / "docs" / "commands" / "README.md").read_text(encoding="utf-8")
-    assert re.findall(r"\[`vllm-fl (\w+)`\]\(\1\.md\)", text) == NAMES
+    assert re.findall(r"\[`vllm-fl ([\w-]+)`\]\(\1\.md\)", text) == NAMES
 
 
 def test_every_document_that_is_linked_exists() -> None:

@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 import argparse
+import re
 import subprocess
 import sys
 
@@ -92,7 +93,7 @@ def test_help_names_every_command(capsys) -> None:
     assert ended.value.code == 0
     out = capsys.readouterr().out
     names = [module.__name__.rpartition(".")[2].replace("_", "-") for module in COMMANDS]
-    assert [name for name in names if f"    {name} " not in out] == []
+    assert [name for name in names if not re.search(rf"^    {name}\s", out, re.MULTILINE)] == []
 
 
 def test_every_command_has_a_function_to_run() -> None:

@@ -235,3 +235,9 @@ def tiny_llama_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def tiny_gemma_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A Gemma of two layers with random weights: norms that add 1 to their weight, and gelu."""
     return write_tiny(tmp_path_factory.mktemp("tiny_gemma"), "gemma")
+
+
+@pytest.fixture(scope="session")
+def tiny_gemma3_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A Gemma 3 of two layers with random weights: one local, one global."""
+    return write_tiny(tmp_path_factory.mktemp("tiny_gemma3"), "gemma3")

@@ -29,6 +29,17 @@ FAMILIES: dict[str, tuple[str, str, dict[str, Any]]] = {
         "GemmaForCausalLM",
         {"hidden_activation": "gelu_pytorch_tanh", "tie_word_embeddings": True},
     ),
+    # local and global layers, each kind with a rotary table of its own
+    "gemma3": (
+        "Gemma3TextConfig",
+        "Gemma3ForCausalLM",
+        {
+            "layer_types": ["sliding_attention", "full_attention"],
+            "sliding_window": 128,
+            "query_pre_attn_scalar": 64,
+            "tie_word_embeddings": True,
+        },
+    ),
 }
 
 
@@ -49,7 +60,7 @@ def tiny(path: Path, family: str, *, layers: int = 2, seed: int = 0) -> Path:
     config_class, model_class, more = FAMILIES[family]
     config = getattr(transformers, config_class)(**SIZES, num_hidden_layers=layers, **more)
     tied = config.tie_word_embeddings
-    neutral = 0.0 if family == "gemma" else 1.0
+    neutral = 0.0 if family.startswith("gemma") else 1.0
     generator = torch.Generator().manual_seed(seed)
     model = getattr(transformers, model_class)(config)
     with torch.no_grad():

@@ -1,0 +1,186 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The checklist: a package as it is written has every item; each item that is broken is named."""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+
+import pytest
+
+from vllm_fl.cli.check_vendor import ITEMS, check_vendor
+from vllm_fl.cli.errors import CommandError
+from vllm_fl.cli.main import main
+from vllm_fl.cli.new_vendor import write_package
+
+pytestmark = pytest.mark.extended  # a process that imports torch for each package
+
+COUNT = iter(range(1000))
+
+
+@pytest.fixture
+def package(tmp_path, monkeypatch):
+    """package((file, old, new), ...) writes a package of silu_and_mul with these changes, and
+    returns its module's name, which no other test has."""
+    made = []
+
+    def make(*changes: tuple[str, str, str]) -> str:
+        name = f"acme{next(COUNT)}"
+        folder, _ = write_package(tmp_path, name, ["silu_and_mul"])
+        for file, old, new in changes:
+            path = folder / f"vllm_fl_{name}" / file
+            text = path.read_text()
+            assert old in text, f"{file} has no {old!r}"
+            path.write_text(text.replace(old, new).replace("@NAME@", name))
+        monkeypatch.syspath_prepend(str(folder))
+        monkeypatch.setenv("PYTHONPATH", str(folder), prepend=os.pathsep)
+        made.append(f"vllm_fl_{name}")
+        return made[-1]
+
+    yield make
+    for module in [m for m in sys.modules if m.partition(".")[0] in made]:
+        del sys.modules[module]
+
+
+def missing(module: str, conformance: bool = False) -> dict[str, str]:
+    """Item to what is said of it."""
+    findings, _ = check_vendor(module, conformance=conformance)
+    return {f.item: f.what for f in findings if not f.note}
+
+
+def test_a_package_as_it_is_written_has_every_item(package, capfd):
+    module = package()
+    assert main(["check-vendor", module, "--json"]) == 0
+    told = json.loads(capfd.readouterr().out)
+    assert told["passed"] and told["items"] == dict.fromkeys(ITEMS, True)
+    [note] = told["findings"]
+    assert note["note"] and "FlagGems" in note["what"] and "higher priority" in note["what"]
+
+
+def test_a_package_that_is_not_there_is_no_finding():
+    with pytest.raises(CommandError, match=r"there is no module vllm_fl_nobody; install"):
+        check_vendor("vllm_fl_nobody")
+
+
+BACKEND, IMPL, REGISTER, INIT = (
+    "backend.py",
+    "impl/activation.py",
+    "register_ops.py",
+    "__init__.py",
+)
+MARK = "@backend.implements()"
+BROKEN = {
+    "import": (
+        [(INIT, "from .register_ops import register_builtins", "register = 1")],
+        "has none of register_builtins",
+    ),
+    "API version": (
+        [
+            (
+                REGISTER,
+                "registry.register_many(backend.implementations)",
+                "import dataclasses\n    registry.register_many("
+                "dataclasses.replace(i, api_version=9) for i in backend.implementations)",
+            )
+        ],
+        "was written for version 9 of vllm_fl's API; this is version 1. Install a newer vllm_fl",
+    ),
+    "registration": (
+        [(REGISTER, "registry.register_many(backend.implementations)", "pass")],
+        "it registers nothing",
+    ),
+    "backend": (
+        [(BACKEND, "Backend(Backend):", "Backend:\n    implementations = ()\n"),
+         (REGISTER, "registry.register_many(backend.implementations)",
+          "from vllm_fl.types import OpImpl\n    from .impl.activation import silu_and_mul\n"
+          "    registry.register_impl(OpImpl('silu_and_mul', 'vendor.@NAME@', 'vendor', "
+          "silu_and_mul, vendor='@NAME@', priority=100))"),
+         (IMPL, MARK + "\n", "")],
+        "belongs to no subclass of vllm_fl.backends.Backend",
+    ),
+    "vendor": (
+        [(BACKEND, "    vendor = ", "    no_vendor = ")],
+        "Set the class attribute `vendor`",
+    ),
+    "impl_id": (
+        [(BACKEND, 'impl_id = "vendor.', 'impl_id = "kernels.')],
+        "expected vendor.",
+    ),
+    "priority": (
+        [(BACKEND, "    requires", "    priority = 10\n    requires")],
+        "so the reference (50) is always chosen",
+    ),
+    "signatures": (
+        [(IMPL, "def silu_and_mul(x)", "def silu_and_mul(input)"), (IMPL, "(x)\n", "(input)\n")],
+        "unexpected 'input'",
+    ),
+    "availability": (
+        [(BACKEND, "        return True", "        import yaml  # noqa\n        return True")],
+        "yaml; import kernels in load()",
+    ),
+    "missing dependency": (
+        [(BACKEND, "from vllm_fl.types", "import kernels_that_nobody_has\nfrom vllm_fl.types")],
+        "Import it in the backend's load(), and name it in `requires`",
+    ),
+    "guards": (
+        [(IMPL, MARK, "@backend.implements(supports=lambda x: bool((x == x).all()) or 'nan')")],
+        "on fake tensors",
+    ),
+    "conformance": (
+        [(IMPL, ".reference(x)", ".reference(x) * 1.1")],
+        "values:",
+    ),
+}  # fmt: skip
+
+
+def test_every_item_is_broken_once():
+    assert set(BROKEN) == set(ITEMS)
+
+
+@pytest.mark.parametrize("item", BROKEN)
+def test_a_broken_item_is_caught_by_its_name(package, item):
+    changes, said = BROKEN[item]
+    found = missing(package(*changes), conformance=item in ("guards", "conformance"))
+    assert item in found, found
+    assert said in found[item]
+
+
+MORE = {
+    "a load that fails": (
+        "availability",
+        (BACKEND, "with the exception as the reason.\"\"\"",
+         "...\"\"\"\n        raise OSError('libacme.so')"),
+        "says that it is available, but load() raised OSError: libacme.so",
+    ),
+    "a probe that raises": (
+        "availability",
+        (BACKEND, "        return True", "        raise OSError('no driver')"),
+        "its availability probe raised OSError: no driver; return False or a reason instead",
+    ),
+    "a module that is imported where it is required": (
+        "missing dependency",
+        (BACKEND, 'requires = ("torch",)', 'import yaml\n    requires = ("torch", "yaml")'),
+        "without yaml it does not register: ModuleNotFoundError",
+    ),
+    "an op that nobody declared": (
+        "signatures",
+        (IMPL, "def silu_and_mul", "def silu_und_mul"),
+        "the op is not declared",
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", MORE)
+def test_another_way_to_break_an_item_is_caught_too(package, name):
+    item, change, said = MORE[name]
+    found = missing(package(change))
+    assert said in found.get(item, ""), found
+
+
+def test_what_is_missing_is_printed_and_the_exit_code_is_one(package, capfd):
+    module = package((BACKEND, 'impl_id = "vendor.', 'impl_id = "kernels.'))
+    assert main(["check-vendor", module, "--no-conformance"]) == 1
+    said = capfd.readouterr().out
+    assert "MISSING   impl_id" in said
+    assert f"{module}: 1 of {len(ITEMS) - 2} items are missing" in said
