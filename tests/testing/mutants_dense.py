@@ -198,6 +198,14 @@ def erf_instead_of_tanh(x, approximate="none"):
     return GELU_AND_MUL.reference(x, "none").contiguous()
 
 
+BUFFERS: dict[torch.Size, torch.Tensor] = {}
+
+
+def one_buffer_for_every_call(x):
+    out = silu(x)
+    return BUFFERS.setdefault(out.shape, torch.empty_like(out)).copy_(out)
+
+
 def halves_swapped(x):
     return silu(x.roll(x.shape[-1] // 2, -1))
 
@@ -261,6 +269,8 @@ SILU = [
     Mutant("returns another dtype", SILU_AND_MUL, other_dtype, (Kind.DTYPE,),
            "torch.float32 instead of torch.bfloat16", "bfloat16"),
     Mutant("returns a transposed layout", SILU_AND_MUL, transposed_layout, (Kind.LAYOUT,)),
+    Mutant("returns one buffer from every call", SILU_AND_MUL, one_buffer_for_every_call,
+           (Kind.ALIAS,), "the call before"),
     Mutant("is not deterministic", SILU_AND_MUL, nondeterministic, (Kind.DETERMINISM,)),
     Mutant("depends on the batch", SILU_AND_MUL, depends_on_the_batch, (Kind.BATCH,),
            "alone", settings=_settings(batch_invariant=True)),

@@ -117,3 +117,15 @@ def test_without_the_option_a_test_that_asks_is_skipped_and_nothing_is_added_or_
     result = vendor("-rs")
     result.assert_outcomes(passed=1, skipped=1)
     result.stdout.fnmatch_lines(["SKIPPED*give --vllm-fl-vendor NAME"])
+
+
+@pytest.mark.extended
+def test_the_example_package_keeps_its_contract(vendor, pytester, monkeypatch) -> None:
+    example = ROOT / "examples" / "vendor_package"
+    pytester.makepyfile(test_example=(example / "tests" / "test_conformance.py").read_text())
+    monkeypatch.setenv("VLLM_FL_PLUGIN_MODULES", "vllm_fl_acme")
+    monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(example), os.environ["PYTHONPATH"]]))
+    result = vendor("--vllm-fl-vendor", "acme")
+    outcomes = result.parseoutcomes()
+    assert set(outcomes) == {"passed"}
+    assert outcomes["passed"] > 40

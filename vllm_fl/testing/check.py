@@ -180,6 +180,7 @@ class _Run:
         self.args = args
         self.problems = problems
         self.outputs: tuple[Any, ...] = ()
+        self._held: tuple[Any, ...] = ()
 
     def _add(self, kind: Kind, what: str) -> None:
         self.problems.append((kind, what))
@@ -218,7 +219,8 @@ class _Run:
         self._check_sharing(placed)
         self._check_declared_writes(placed)
         self._check_values(self.outputs)
-        # What is written later, by a second call, must not change what was returned.
+        # A second call that writes into these must not change what it is compared with.
+        self._held = self.outputs
         self.outputs = tuple(None if o is None else o.detach().clone() for o in self.outputs)
         return True
 
@@ -333,6 +335,8 @@ class _Run:
         if reached[0]:
             self._add(Kind.DISPATCH, "its guards accept the call, but the dispatcher ran another")
             return
+        if any(_both_share(one, other) for one in self._held for other in again):
+            self._add(Kind.ALIAS, "an output shares memory with one of the call before")
         for what in placed.writes(self.names, ()):
             self._add(Kind.UNDECLARED_WRITE, f"by a functional call through the dispatcher, {what}")
         if self._same(again):
@@ -350,6 +354,11 @@ class _Run:
 
     def _same(self, others: tuple[Any, ...]) -> bool:
         return len(others) == len(self.outputs) and all(map(same_bits, self.outputs, others))
+
+
+def _both_share(one: Any, other: Any) -> bool:
+    tensors = isinstance(one, torch.Tensor) and isinstance(other, torch.Tensor)
+    return tensors and share_memory(one, other)
 
 
 def _contiguous_strides(x: torch.Tensor) -> tuple[int, ...]:

@@ -24,7 +24,7 @@ from .target import Target, device_facts
 __all__ = ["TIMEOUT", "Runner", "check_implementation", "jobs_of"]
 
 TIMEOUT = 60.0
-"""Seconds that a case may take. The slowest on 2 cores take 3."""
+"""Seconds that a case may take. The slowest here takes 2, on 2 cores shared with other work."""
 
 _LOADING = 300.0
 """Seconds more for the first case of a backend, which imports its kernels, and for torch.compile,
