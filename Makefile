@@ -20,6 +20,7 @@ WHEELS ?=
 VENV := $(if $(filter $(DEFAULT_VLLM),$(VLLM)),.venv,.venv-$(VLLM))
 BIN := $(VENV)/bin
 READY := $(VENV)/.ready
+NATIVE := $(VENV)/.native
 
 # FlagGems runs in an environment of its own, because it wants another Triton than vLLM for CPU has.
 # --no-deps: it pins numpy, packaging and PyYAML to exact old releases.
@@ -34,7 +35,10 @@ logged = >>$(1) 2>&1 || { cat $(1); exit 1; }
 declares = grep -qxF '$(1)' build/wheel/*.dist-info/entry_points.txt || \
 	{ echo "dist: the wheel does not declare the entry point $(1)"; exit 1; }
 
-.PHONY: help demo test test-extended test-flaggems test-ascend-wheel verify check audit-hooks dist clean
+# What belongs to the package wherever it is built.
+SOURCE = ! -name '*.pyc' ! -name '*.so' ! -name _native.json
+
+.PHONY: help demo test test-extended test-flaggems test-ascend-wheel verify check audit-hooks dist wheel native clean
 
 help:
 	@echo "make demo           serve a small real model, operators chosen by vllm_fl"
@@ -46,15 +50,17 @@ help:
 	@echo "make check          lint, format and types"
 	@echo "make audit-hooks    read five releases of vLLM for all that vllm_fl relies on in them"
 	@echo "make dist           build the wheel and the sdist into dist/, and check them"
+	@echo "make wheel          build a wheel with the native kernels, for the torch of the environment"
+	@echo "make native         compile the native kernels into the tree"
 	@echo "make clean          remove what these made, except the environments (.venv*) and wheels (.cache)"
 
-demo: $(READY)
+demo: $(NATIVE)
 	@$(BIN)/vllm-fl demo $(ARGS)
 
-test: $(READY)
+test: $(NATIVE)
 	@$(BIN)/python -m pytest -m "not extended"
 
-test-extended: $(READY)
+test-extended: $(NATIVE)
 	@$(BIN)/python -m pytest -m extended
 
 # Optional, and not in CI: downloads torch_npu, once; needs gcc and x86-64.
@@ -65,7 +71,7 @@ test-flaggems: $(GEMS_READY)
 	@TRITON_INTERPRET=1 FLAGGEMS_CACHE_DIR=$(abspath $(GEMS_VENV))/cache \
 		$(GEMS_VENV)/bin/python -m pytest tests/backends/flaggems
 
-verify: $(READY)
+verify: $(NATIVE)
 	@$(BIN)/vllm-fl verify $(ARGS)
 
 check: $(READY)
@@ -85,12 +91,22 @@ dist: $(READY)
 	@$(BIN)/twine check --strict dist/*
 	@echo "dist: comparing the wheel with the tree"
 	@$(BIN)/python -m zipfile -e dist/*.whl build/wheel
-	@find vllm_fl -type f ! -name '*.pyc' ! -name '*.so' | sort >build/tree.txt
-	@cd build/wheel && find vllm_fl -type f ! -name '*.so' | sort | diff ../tree.txt -
+	@find vllm_fl -type f $(SOURCE) | sort >build/tree.txt
+	@cd build/wheel && find vllm_fl -type f $(SOURCE) | sort | diff ../tree.txt -
 	@$(call declares,fl = vllm_fl.vllm_plugin.plugin:register)
 	@$(call declares,vllm-fl = vllm_fl.cli.main:main)
 	@$(call declares,vllm_fl.testing.pytest_plugin = vllm_fl.testing.pytest_plugin)
 	@ls dist/*
+
+wheel: $(READY)
+	@rm -rf build && mkdir -p build
+	@$(BIN)/python -m pip wheel --no-deps --no-build-isolation --wheel-dir dist . \
+		$(call logged,build/wheel.log)
+	@ls dist/*
+
+native:
+	@rm -f $(NATIVE)
+	@$(MAKE) --no-print-directory $(NATIVE)
 
 clean:
 	rm -rf build dist *.egg-info .mypy_cache .pytest_cache .ruff_cache
@@ -119,4 +135,12 @@ $(GEMS_READY): $(READY) Makefile
 		$(call logged,$(GEMS_VENV)/install.log)
 	@$(BIN)/python -c 'import site; print(f"import site; site.addsitedir({site.getsitepackages()[0]!r})")' \
 		>$$($(GEMS_VENV)/bin/python -c 'import site; print(site.getsitepackages()[0])')/lent.pth
+
+# In the tree, where the environment's editable install looks. Without a compiler there are none,
+# and all else works: setup.py says so, and so does `vllm-fl list`.
+$(NATIVE): $(READY) setup.py $(shell find csrc -type f)
+	@echo "native: compiling (log: $(NATIVE).log)"
+	@$(BIN)/python setup.py build_ext --inplace >$(NATIVE).log 2>&1 || \
+		echo "native: failed; going on without"
+	@grep '^vllm_fl: ' $(NATIVE).log || true
 	@touch $@

@@ -9,6 +9,15 @@ from collections.abc import Iterator
 import pytest
 
 
+@pytest.fixture
+def vllms_kernels_first(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Our own CPU kernels left out, whether they were built or not. vLLM's refuse layers and
+    calls, and lie below whatever a test registers at 110: some tests are about that."""
+    from vllm_fl.backends.vendor.cpu import register_ops  # importing it marks the functions
+
+    monkeypatch.setattr(register_ops.fl_backend, "_implementations", [])
+
+
 @pytest.fixture(scope="session", autouse=True)
 def _no_settings_from_outside() -> Iterator[None]:
     kept = {name: value for name, value in os.environ.items() if name.startswith("VLLM_FL_")}

@@ -22,7 +22,7 @@ VARIABLES = (
     "VLLM_FL_ENABLED, VLLM_FL_CONFIG, VLLM_FL_PREFER, VLLM_FL_STRICT, VLLM_FL_PER_OP, "
     "VLLM_FL_ALLOW_VENDORS, VLLM_FL_DENY_VENDORS, VLLM_FL_PLUGIN_MODULES, VLLM_FL_LOG_LEVEL, "
     "VLLM_FL_OOT_WHITELIST, VLLM_FL_OOT_BLACKLIST, VLLM_FL_FLAGOS_WHITELIST, "
-    "VLLM_FL_FLAGOS_BLACKLIST, VLLM_FL_PLATFORM"
+    "VLLM_FL_FLAGOS_BLACKLIST, VLLM_FL_PLATFORM, VLLM_FL_DEVICE"
 )
 KEYS = "prefer, strict, op_backends, allow_vendors, deny_vendors, oot_blacklist, flagos_blacklist"
 TOKENS = "flagos, vendor, reference, vendor:<name>, impl:<impl_id>, native"
@@ -617,6 +617,7 @@ def test_a_configuration_as_data_shows_every_setting_with_its_source(file: Any) 
         "flagos_whitelist": None,
         "flagos_blacklist": None,
         "platform": None,
+        "device": "auto",
     }
 
 

@@ -6,6 +6,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from tests.native import CPU_IMPL, NATIVE, rejected
 from vllm_fl.backends.vendor.cpu.impl.common import DTYPES
 
 pytestmark = pytest.mark.e2e
@@ -29,12 +30,13 @@ def test_the_demo_prints_one_json_document_with_the_right_answer(document) -> No
 
 
 @pytest.mark.skipif(
-    torch.bfloat16 not in DTYPES, reason="vendor.cpu refuses bfloat16 where vLLM truncates to it"
+    not NATIVE and torch.bfloat16 not in DTYPES,
+    reason="vendor.cpu refuses bfloat16 where vLLM truncates to it",
 )
-def test_vendor_cpu_serves_every_op_of_the_demo(document) -> None:
+def test_the_cpus_first_kernels_serve_every_op_of_the_demo(document) -> None:
     assert len(document["ops"]) == len(OPS)
     for row in document["ops"]:
-        assert (row["impl_id"], row["kind"]) == ("vendor.cpu", "vendor")
+        assert (row["impl_id"], row["kind"]) == (CPU_IMPL, "vendor")
         assert row["bound"] > 0
         assert row["calls"] > 0
-        assert row["rejected"] == []
+        assert rejected(row) == []

@@ -3,10 +3,12 @@
 
 import pytest
 
+from tests.native import CPU_IMPL, CPU_NAMESPACE, CPU_PRIORITY, rejected
+
 pytestmark = [pytest.mark.e2e, pytest.mark.extended]
 
 ADDITIONAL = {"prefer": "reference", "op_backends": {"rms_norm": ["vendor:cpu"]}}
-KERNEL = ("vendor.cpu", "highest priority available (100)")
+KERNEL = (CPU_IMPL, f"highest priority available ({CPU_PRIORITY})")
 DEFAULT = {
     "fused_add_rms_norm": KERNEL,
     "rms_norm": KERNEL,
@@ -72,7 +74,7 @@ def everywhere(impl_id: str, reason: str) -> dict[str, tuple[str, str]]:
             everywhere("reference.torch", f"prefer = reference {additional('prefer')}")
             | {
                 "rms_norm": (
-                    "vendor.cpu",
+                    CPU_IMPL,
                     f"the order for rms_norm names it {additional('op_backends')}",
                 )
             },
@@ -88,15 +90,18 @@ def test_a_setting_shows_in_the_route_table(engine, changes, llm, expected) -> N
     for row in rank["ops"]:
         assert row["bound"] > 0
         assert (row["calls"] > 0) == (row["impl_id"] != "native")
-        kernel = f"_C::{row['op']}"
+        kernel = f"{CPU_NAMESPACE}::{row['op']}"
         if row["op"] != "rotary_embedding":  # vLLM's own forward calls that one too
-            assert (kernel in reply["operators"]) == (row["impl_id"] == "vendor.cpu")
+            assert (kernel in reply["operators"]) == (row["impl_id"] == CPU_IMPL)
 
 
 def test_what_a_setting_rejects_is_in_the_table(engine) -> None:
     [rank] = engine("tiny", {"VLLM_FL_DENY_VENDORS": "cpu"})["routes"]
     for row in rank["ops"]:
-        assert row["rejected"] == [{"impl_id": "vendor.cpu", "reason": "deny_vendors holds 'cpu'"}]
+        assert row["rejected"] == [
+            {"impl_id": impl_id, "reason": "deny_vendors holds 'cpu'"}
+            for impl_id in ("vendor.cpu.fl", "vendor.cpu")
+        ]
 
 
 def test_batch_invariance_rejects_what_is_not_marked_for_it(engine) -> None:
@@ -107,7 +112,7 @@ def test_batch_invariance_rejects_what_is_not_marked_for_it(engine) -> None:
     [rank] = reply["routes"]
     assert {row["op"]: (row["impl_id"], row["reason"]) for row in rank["ops"]} == DEFAULT
     for row in rank["ops"]:
-        assert row["rejected"] == [{"impl_id": "reference.torch", "reason": reason}]
+        assert rejected(row) == [{"impl_id": "reference.torch", "reason": reason}]
     assert reply["tokens"] == engine("tiny")["tokens"]
 
 

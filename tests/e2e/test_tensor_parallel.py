@@ -3,6 +3,8 @@ import os
 
 import pytest
 
+from tests.native import CPU_IMPL
+
 pytestmark = [pytest.mark.e2e, pytest.mark.extended]
 
 CORES = sorted(os.sched_getaffinity(0))
@@ -20,6 +22,6 @@ def test_two_ranks_have_equal_route_tables_and_the_tokens_of_one(engine) -> None
     assert first["pid"] != second["pid"]
     assert first["ops"] == second["ops"]
     for row in first["ops"]:
-        assert row["impl_id"] == "vendor.cpu"
+        assert row["impl_id"] == CPU_IMPL
         assert row["calls"] > 0
     assert reply["tokens"] == engine("tiny")["tokens"]

@@ -3,9 +3,11 @@
 
 import pytest
 
+from tests.native import CPU_NAMESPACE
+
 pytestmark = pytest.mark.e2e
 
-KERNELS = {"_C::rms_norm", "_C::fused_add_rms_norm"}
+KERNELS = {f"{CPU_NAMESPACE}::rms_norm", f"{CPU_NAMESPACE}::fused_add_rms_norm"}
 
 
 @pytest.fixture(params=["demo", pytest.param("tiny", marks=pytest.mark.extended)])
@@ -14,7 +16,7 @@ def model(request: pytest.FixtureRequest) -> str:
     return request.param
 
 
-def test_the_kernels_of_vendor_cpu_run_with_the_plugin_alone(engine, model) -> None:
+def test_the_cpus_first_kernels_run_with_the_plugin_alone(engine, model) -> None:
     assert set(engine(model)["operators"]) >= KERNELS
     assert not KERNELS & set(engine.stock(model)["operators"])
 

@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 
 import vllm_fl
+from tests.native import CPU_IMPL, NATIVE
 
 pytestmark = [pytest.mark.e2e, pytest.mark.extended]
 
@@ -37,7 +38,7 @@ def check_that_it_ran(engine, reply) -> None:
     assert rows["silu_and_mul"]["impl_id"] == "vendor.acme"
     assert rows["silu_and_mul"]["bound"] == 2
     assert rows["silu_and_mul"]["calls"] > 0
-    assert rows["rms_norm"]["impl_id"] == "vendor.cpu"
+    assert rows["rms_norm"]["impl_id"] == CPU_IMPL
     assert "_C::silu_and_mul" not in reply["operators"]
     assert reply["tokens"] == engine.stock("tiny")["tokens"]
 
@@ -74,8 +75,13 @@ def test_an_installed_package_is_found_and_runs(engine, run, python) -> None:
 def test_without_an_order_the_device_s_own_vendor_goes_first(run, python) -> None:
     code = "from vllm_fl.dispatch import explain_op; print(explain_op('silu_and_mul'))"
     explained = run([python, "-c", code]).stdout
-    assert "silu_and_mul on cpu, eager: vendor.cpu" in explained
-    assert "not vendor.acme: equal priority; vendor.cpu is the device's own vendor's" in explained
+    assert f"silu_and_mul on cpu, eager: {CPU_IMPL}" in explained
+    why = (
+        f"priority 100 is below {CPU_IMPL}'s 110"
+        if NATIVE
+        else f"equal priority; {CPU_IMPL} is the device's own vendor's"
+    )
+    assert f"not vendor.acme: {why}" in explained
 
 
 def test_the_same_code_runs_in_the_tree(engine, run, tmp_path) -> None:

@@ -6,6 +6,7 @@ from __future__ import annotations
 import pytest
 import torch
 
+from tests.native import CPU_IMPL, NATIVE
 from vllm_fl.dispatch import (
     BackendImplKind,
     DispatchError,
@@ -168,7 +169,8 @@ def test_equal_choices_for_equal_facts_share_one_name() -> None:
     try:
         entry = bind_name(first, "hidden_size=64")
         assert bind_name(second, "hidden_size=64") is entry
-        assert entry.name == "rms_norm(hidden_size=64):vendor.cpu>reference.torch"
+        ours = "vendor.cpu.fl>" if NATIVE else ""
+        assert entry.name == f"rms_norm(hidden_size=64):{ours}vendor.cpu>reference.torch"
     finally:
         del entries[entry.name]
 
@@ -204,7 +206,7 @@ def test_an_exception_in_a_graph_says_which_implementation_and_which_shapes() ->
     try:
         with pytest.raises(RuntimeError, match="broken") as caught:
             torch.ops.vllm_fl.silu_and_mul(torch.randn(3, 32), binding=entry.name)
-        assert "implementation 'vendor.cpu' of op 'silu_and_mul'" in caught.value.__notes__[0]
+        assert f"implementation '{CPU_IMPL}' of op 'silu_and_mul'" in caught.value.__notes__[0]
         assert "float32[3, 32]" in caught.value.__notes__[0]
     finally:
         del entries[entry.name]

@@ -13,9 +13,25 @@ import torch
 from vllm_fl.dispatch import get_default_manager, reset_default_manager
 from vllm_fl.dispatch.log import logger
 from vllm_fl.dispatch.types import BackendImplKind, OpImpl
+from vllm_fl.native import native_refusal
 from vllm_fl.vllm_plugin import hooks, plugin
 from vllm_fl.vllm_plugin.layers.serve import records
 from vllm_fl.vllm_plugin.routes import route_rows
+
+
+@pytest.fixture(autouse=True)
+def _kernels(request: pytest.FixtureRequest) -> None:
+    """Those of vLLM, but for tests that ask for `native`."""
+    if "native" not in request.fixturenames:
+        request.getfixturevalue("vllms_kernels_first")
+
+
+@pytest.fixture
+def native() -> None:
+    """Our own kernels, which must have been built."""
+    refusal = native_refusal("cpu")
+    if refusal is not None:
+        pytest.skip(refusal)
 
 
 @pytest.fixture(autouse=True)

@@ -17,6 +17,8 @@ from tests.backends.helpers import cpu_manager
 from tests.backends.vendor.cpu.refusals import fused, gated, norm, rotary
 from vllm_fl.backends.vendor.cpu.impl import common
 
+pytestmark = pytest.mark.usefixtures("vllms_kernels_first")
+
 REASON = "bfloat16 is truncated, not rounded: this CPU has no AVX512_BF16"
 GUARDED = {
     "silu_and_mul": gated,

@@ -61,6 +61,7 @@ def test_another_device_than_the_cpu_is_the_reason_not_to_use_it():
     assert reasons["vendor.cpu"] == ("device", "runs on cpu, this device is cuda")
 
 
+@pytest.mark.usefixtures("vllms_kernels_first")
 def test_a_missing_kernel_is_named_and_only_what_calls_it_is_served_by_another(
     monkeypatch, kernels
 ):

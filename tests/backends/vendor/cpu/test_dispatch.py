@@ -21,7 +21,7 @@ from vllm_fl import ops
 from vllm_fl.backends.vendor.cpu import register_ops
 from vllm_fl.dispatch import with_preference
 
-pytestmark = pytest.mark.usefixtures("kernels")
+pytestmark = pytest.mark.usefixtures("kernels", "vllms_kernels_first")
 
 VENDOR = {impl.op_name: impl for impl in register_ops.backend.implementations}
 SIGNATURES = {signature.op_name: signature for signature in ops.SIGNATURES}

@@ -33,7 +33,7 @@ REFERENCE = {impl.op_name: impl.fn for impl in reference_ops.backend.implementat
 VENDOR: dict[str, OpImpl] = {impl.op_name: impl for impl in cpu_ops.backend.implementations}
 SIGNATURES = {signature.op_name: signature for signature in ops.SIGNATURES}
 
-pytestmark = pytest.mark.usefixtures("kernels")
+pytestmark = pytest.mark.usefixtures("kernels", "vllms_kernels_first")
 ELEMENTWISE = ("gelu_new", "gelu_fast", "gelu_quick")
 each_refusal = pytest.mark.parametrize("refusal", REFUSALS, ids=lambda r: r.name)
 each_small_refusal = pytest.mark.parametrize(

@@ -1,2 +1,2 @@
 # SPDX-License-Identifier: Apache-2.0
-"""vLLM's own CPU kernels, served behind guards."""
+"""CPUs: vLLM's own kernels behind guards (cpu.py, impl), and ours (fl.py, impl_fl)."""

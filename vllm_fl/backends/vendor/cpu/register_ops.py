@@ -1,11 +1,15 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Registers vLLM's CPU kernels."""
+"""Registers vLLM's CPU kernels, and our own."""
 
 from __future__ import annotations
 
 from ....dispatch.registry import OpRegistry
 from .cpu import backend
+from .fl import backend as fl_backend
 from .impl import activation, attention, normalization, rotary  # noqa: F401  (importing marks them)
+from .impl_fl import activation as fl_activation  # noqa: F401
+from .impl_fl import normalization as fl_normalization  # noqa: F401
+from .impl_fl import rotary as fl_rotary  # noqa: F401
 
 __all__ = ["register_builtins"]
 
@@ -13,3 +17,4 @@ __all__ = ["register_builtins"]
 def register_builtins(registry: OpRegistry) -> None:
     """Register every function that the impl modules marked."""
     registry.register_many(backend.implementations)
+    registry.register_many(fl_backend.implementations)

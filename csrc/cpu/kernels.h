@@ -1,0 +1,96 @@
+// SPDX-License-Identifier: Apache-2.0
+// What a kernel is given, and the table of kernels that each instruction set has.
+#pragma once
+
+#include <stdint.h>
+
+// These functions are never called: see vec.h on functions that two files share.
+#define VLLM_FL_INLINE __attribute__((always_inline)) inline
+
+namespace vllm_fl {
+
+constexpr int kMaxDims = 6;
+
+// Rows of a tensor, numbered as if it were contiguous. Strides are in elements.
+struct Rows {
+  int dims = 0;
+  int64_t sizes[kMaxDims] = {};
+  int64_t strides[kMaxDims] = {};
+
+  VLLM_FL_INLINE int64_t offset(int64_t row) const {
+    if (dims == 1) return row * strides[0];
+    int64_t at = 0;
+    for (int d = dims - 1; d >= 0; d--) {
+      at += row % sizes[d] * strides[d];
+      row /= sizes[d];
+    }
+    return at;
+  }
+};
+
+struct Gated {
+  const void* x;  // rows of 2 * width
+  void* out;      // rows of width, contiguous
+  Rows rows;
+  int64_t width;
+  bool gate_last;  // the gate is the second half of a row, not the first
+};
+
+struct Norm {
+  const void* x;
+  const void* residual;  // null: no addition
+  const void* weight;    // null: none
+  void* out;
+  void* total;  // x + residual
+  Rows x_rows, residual_rows, out_rows, total_rows;
+  int64_t hidden;
+  int64_t averaged;  // the first elements of a row, whose squares are averaged
+  float epsilon;
+  float weight_offset;  // added to the weight: 0, or 1 in Gemma's form
+};
+
+struct Turned {  // query or key
+  void* data;    // null: absent
+  Rows rows;
+  int64_t rows_per_token;
+  int64_t heads_per_row;
+};
+
+struct Rotary {
+  const void* positions;  // contiguous
+  bool positions_are_64_bit;
+  const void* cache;  // rows of half cosines, then half sines
+  int64_t cache_stride;
+  int64_t half;
+  int64_t head_size;
+  bool is_neox;
+  Turned turned[2];
+
+  VLLM_FL_INLINE int64_t position(int64_t token) const {
+    return positions_are_64_bit ? static_cast<const int64_t*>(positions)[token]
+                                : static_cast<const int32_t*>(positions)[token];
+  }
+};
+
+// Of rows, or tokens, from begin to end.
+template <class Arguments>
+using Kernel = void (*)(const Arguments&, int64_t begin, int64_t end);
+
+enum Type { kFloat32, kBFloat16, kFloat16, kTypes };
+
+struct Kernels {
+  const char* name;
+  Kernel<Gated> silu[kTypes];
+  Kernel<Gated> gelu_erf[kTypes];
+  Kernel<Gated> gelu_tanh[kTypes];
+  Kernel<Norm> norm[kTypes][kTypes];      // x's type, the weight's
+  Kernel<Rotary> rotary[kTypes][kTypes];  // query's and key's type, the cache's
+};
+
+extern const Kernels kernels_default;
+#if defined(VLLM_FL_X86)
+extern const Kernels kernels_avx2;
+extern const Kernels kernels_avx512;
+#endif
+
+}  // namespace vllm_fl

@@ -1,0 +1,6 @@
+// SPDX-License-Identifier: Apache-2.0
+#include "kernels_impl.h"
+
+namespace vllm_fl {
+extern const Kernels kernels_avx512 = VLLM_FL_KERNELS("AVX512");
+}  // namespace vllm_fl
