@@ -8,7 +8,6 @@ from collections.abc import Callable
 from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
-from ..backends.vendor.devices import observed
 from ..dispatch.config import ADDITIONAL_CONFIG, Config, check_names, variable_names
 from ..dispatch.default import get_default_manager
 from . import hooks
@@ -179,6 +178,8 @@ def _around_init_device(original: Any) -> Callable[..., Any]:
     def init_device(self: Any, *args: Any, **kwargs: Any) -> Any:
         _prepare(self.vllm_config)
         result = original(self, *args, **kwargs)
+        from ..backends.vendor.devices import observed  # not where vllm_fl is switched off
+
         manager = get_default_manager()
         manager.set_device(observed(manager.device))  # it is initialised now
         self.worker.load_model = _freezing(self.worker.load_model)
