@@ -215,3 +215,15 @@ def test_for_another_device_its_own_shipped_policy_counts_and_is_left_behind_aft
     assert order["source"].startswith("shipped policy cuda.yaml:")
     assert manager.device == here
     assert manager.policy_in_force.order_for("silu_and_mul", "eager") == ()
+
+
+def test_an_ascend_without_flaggems_runs_its_own_vendors_operators(capfd) -> None:
+    asked = ["explain", "rms_norm", "--vendor", "ascend", "--without", "flag_gems", "--json"]
+    assert main(asked) == 0
+    told = json.loads(capfd.readouterr().out)
+    assert told["winner"]["impl_id"] == "vendor.ascend"
+    reasons = {loser["impl_id"]: loser["reason"] for loser in told["losers"]}
+    assert reasons["default.flaggems"] == "requires flag_gems, not installed"
+    assert reasons["vendor.cpu"] == "runs on cpu, this device is npu"
+    assert reasons["reference.torch"] == "priority 50 is below vendor.ascend's 100"
+    assert "flag_gems" not in told["device"]["assumed_modules"]

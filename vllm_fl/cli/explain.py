@@ -51,6 +51,13 @@ def add_parser(commands: Any) -> None:
         "--mode", choices=MODES, default="eager", help="eager (default) or compiled"
     )
     parser.add_argument("--vendor", metavar="NAME", help="decide for this vendor's device")
+    parser.add_argument(
+        "--without",
+        action="append",
+        default=[],
+        metavar="MODULE",
+        help="with --vendor: do not assume this module installed there; may be repeated",
+    )
     parser.add_argument("--json", action="store_true", help="print JSON, and nothing else")
     parser.set_defaults(run=run)
 
@@ -88,6 +95,7 @@ def run(arguments: argparse.Namespace) -> int:
         values=dict(arguments.set),
         mode=arguments.mode,
         vendor=arguments.vendor,
+        without=arguments.without,
     )
     emit(data, render, as_json=arguments.json)
     return 0 if data["winner"] else 1
@@ -102,6 +110,7 @@ def explain(
     values: Mapping[str, Any] | None = None,
     mode: str = "eager",
     vendor: str | None = None,
+    without: Sequence[str] = (),
 ) -> dict[str, Any]:
     """The decision as data.
 
@@ -112,6 +121,7 @@ def explain(
         values: scalar argument to its value.
         mode: "eager" or "compiled".
         vendor: decide for this vendor's device, whatever this machine has.
+        without: modules that are not assumed installed there.
 
     Returns:
         What `Decision.to_dict` gives; enabled; given and assumed (argument to text); facts; asked
@@ -132,7 +142,8 @@ def explain(
     registered = [_registered(impl) for impl in impls]
     if vendor is not None:
         modules = (module for entry in registered for module in _assumed(entry, device))
-        device = _replace(device, tuple(dict.fromkeys(modules)))
+        assumed_modules = tuple(m for m in dict.fromkeys(modules) if m not in without)
+        device = _replace(device, assumed_modules)
     contract = _contract(op)
     layer = contract is not None and any(
         site.device_types is None or device.device_type in site.device_types
