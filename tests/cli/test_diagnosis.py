@@ -189,3 +189,16 @@ def test_without_a_registry_the_rest_is_told() -> None:
     data = diagnosis(found={"error": "the process that was asked was killed by SIGSEGV"})
     assert [f["about"] for f in data["findings"]] == ["registry"]
     assert (data["plugins"], data["ops"], data["never_selected"]) == ([], [], [])
+
+
+def test_a_torch_that_an_extension_without_its_driver_takes_down_is_told_how_to_work() -> None:
+    error = (
+        "RuntimeError: Failed to load the backend extension: torch_npu. You can disable extension "
+        "auto-loading with TORCH_DEVICE_BACKEND_AUTOLOAD=0."
+    )
+    data = diagnosis(imports={**samples.IMPORTS, "torch": error})
+    [finding] = [f for f in data["findings"] if f["text"].startswith("torch cannot be imported")]
+    assert finding["advice"] == (
+        "torch_npu is installed, and what it needs is not found: CANN (source its set_env.sh). To "
+        "use torch without it, set TORCH_DEVICE_BACKEND_AUTOLOAD=0 or uninstall torch_npu"
+    )

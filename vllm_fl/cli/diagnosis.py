@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
@@ -102,11 +103,27 @@ def _of_versions(
         if error and installed.get(package):
             yield _finding(
                 "problem", "versions", f"{package} cannot be imported: {error}",
-                f"install {package} {installed[package]} again, and look for another {package} "
-                "earlier on the path (PYTHONPATH, the current folder)",
+                _import_advice(package, error, str(installed[package])),
             )  # fmt: skip
     for entry in find_conflicts(versions):
         yield _finding(entry["level"], entry["about"], entry["text"], entry["advice"])
+
+
+_EXTENSION = re.compile(r"Failed to load the backend extension: (\w+)")
+
+
+def _import_advice(package: str, error: str, version: str) -> str:
+    extension = _EXTENSION.search(error)
+    if extension is not None:  # torch loads installed extensions of devices when it is imported
+        below = "CANN (source its set_env.sh)" if extension[1] == "torch_npu" else "its driver"
+        return (
+            f"{extension[1]} is installed, and what it needs is not found: {below}. To use torch "
+            f"without it, set TORCH_DEVICE_BACKEND_AUTOLOAD=0 or uninstall {extension[1]}"
+        )
+    return (
+        f"install {package} {version} again, and look for another {package} earlier on the path "
+        "(PYTHONPATH, the current folder)"
+    )
 
 
 def _of_registry(found: Mapping[str, Any], *, torch_works: bool) -> Iterator[Finding]:
