@@ -4,20 +4,22 @@ and the route table shows what serves each op of the family."""
 
 import pytest
 
+from tests.native import CPU_IMPL, NATIVE
+
 pytestmark = pytest.mark.e2e
 
 LLAMA = {
-    "rms_norm": "vendor.cpu",
-    "fused_add_rms_norm": "vendor.cpu",
-    "silu_and_mul": "vendor.cpu",
-    "rotary_embedding": "vendor.cpu",
+    "rms_norm": CPU_IMPL,
+    "fused_add_rms_norm": CPU_IMPL,
+    "silu_and_mul": CPU_IMPL,
+    "rotary_embedding": CPU_IMPL,
 }
 GEMMA = {
-    # vLLM has no kernel of it for CPUs.
-    "gemma_rms_norm": "reference.torch",
-    "fused_add_gemma_rms_norm": "reference.torch",
-    "gelu_and_mul": "vendor.cpu",
-    "rotary_embedding": "vendor.cpu",
+    # vLLM has no kernel of it for CPUs, but we have.
+    "gemma_rms_norm": CPU_IMPL if NATIVE else "reference.torch",
+    "fused_add_gemma_rms_norm": CPU_IMPL if NATIVE else "reference.torch",
+    "gelu_and_mul": CPU_IMPL,
+    "rotary_embedding": CPU_IMPL,
 }
 FAMILIES = {"tiny_llama": LLAMA, "tiny": LLAMA, "tiny_gemma": GEMMA}
 LAYERS_BOUND = {
