@@ -9,6 +9,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 from vllm_fl.cli.check_vendor import ITEMS
 from vllm_fl.cli.new_vendor import DEFAULT_OPS, package_files
 
@@ -63,6 +65,14 @@ def test_the_example_of_an_own_op_runs_and_prints_what_it_says():
     done = subprocess.run(command, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
     assert done.stdout.splitlines() == expected
+
+
+@pytest.mark.parametrize("name", ["add-a-vendor", "add-an-operator"])
+def test_both_languages_hold_the_same_commands_code_and_links(name):
+    english, chinese = page(f"{name}.md"), page(f"{name}_zh.md")
+    for pattern in (r"```.*?```", r"^    \S.*$", r"^#+ ", r"\]\((?!add-)([^)]*)\)"):
+        same = re.compile(pattern, re.DOTALL | re.MULTILINE if "```" in pattern else re.MULTILINE)
+        assert same.findall(english) == same.findall(chinese), pattern
 
 
 if __name__ == "__main__":
