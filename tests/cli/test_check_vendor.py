@@ -76,14 +76,7 @@ BROKEN = {
         "has none of register_builtins",
     ),
     "API version": (
-        [
-            (
-                REGISTER,
-                "registry.register_many(backend.implementations)",
-                "import dataclasses\n    registry.register_many("
-                "dataclasses.replace(i, api_version=9) for i in backend.implementations)",
-            )
-        ],
+        [(BACKEND, "api_version = 1", "api_version = 9")],
         "was written for version 9 of vllm_fl's API; this is version 1. Install a newer vllm_fl",
     ),
     "registration": (
@@ -108,7 +101,7 @@ BROKEN = {
         "expected vendor.",
     ),
     "priority": (
-        [(BACKEND, "    requires", "    priority = 10\n    requires")],
+        [(BACKEND, "    api_version", "    priority = 10\n    api_version")],
         "so the reference (50) is always chosen",
     ),
     "signatures": (

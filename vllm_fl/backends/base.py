@@ -7,7 +7,14 @@ from collections.abc import Callable, Mapping
 from typing import Any, ClassVar, TypeVar
 
 from ..dispatch.errors import RegistrationError
-from ..dispatch.types import Accepted, BackendImplKind, BackendPriority, OpImpl, Rejected
+from ..dispatch.types import (
+    API_VERSION,
+    Accepted,
+    BackendImplKind,
+    BackendPriority,
+    OpImpl,
+    Rejected,
+)
 
 __all__ = ["Backend"]
 
@@ -36,6 +43,8 @@ class Backend:
             for all of them. Eight vendors' device type is "cuda".
         requires: top-level modules that must be installed; looked up, never imported.
         priority: of its implementations; None takes the kind's.
+        api_version: the version of this interface that it was written for. A package of its own
+            says it as a number, so that a later vllm_fl can tell an old package.
     """
 
     impl_id: ClassVar[str]
@@ -45,6 +54,7 @@ class Backend:
     vendors: ClassVar[tuple[str, ...] | None] = None
     requires: ClassVar[tuple[str, ...]] = ()
     priority: ClassVar[int | None] = None
+    api_version: ClassVar[int] = API_VERSION
 
     def __init_subclass__(cls) -> None:
         for name in ("device_types", "vendors", "requires"):
@@ -102,6 +112,7 @@ class Backend:
                     supports=supports,
                     mutates=mutates,
                     batch_invariant=batch_invariant,
+                    api_version=self.api_version,
                 )
             )
             return fn

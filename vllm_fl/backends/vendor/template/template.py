@@ -16,6 +16,7 @@ class TemplateBackend(Backend):
     kind = BackendImplKind.VENDOR
     vendor = "template"
     device_types = ("cpu",)  # PyTorch's names of the devices that the kernels run on
+    api_version = 1  # of vllm_fl's interface, for which this was written
     requires = ("torch",)  # modules that have to be installed; looked up, not imported
 
     def is_available(self) -> bool | str:
