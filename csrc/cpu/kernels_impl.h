@@ -2,6 +2,10 @@
 // The kernels, in the instruction set of the file that includes this. A row is computed in an
 // order that depends on its size alone, so a row's result is the same in any batch, on any
 // number of threads and at any address.
+//
+// What is computed in float32 is rounded where the reference in PyTorch rounds, which has a tensor
+// of half precision there. So in half precision a result is the reference's, bit for bit, but
+// where the sum of squares or the exponential differ in their last place.
 #pragma once
 
 #include "kernels.h"
@@ -19,7 +23,8 @@ void gated(const Gated& a, int64_t begin, int64_t end) {
     const T* up = a.gate_last ? first : first + a.width;
     T* out = static_cast<T*>(a.out) + row * a.width;
     for_vectors(a.width, [&](int64_t i, auto count) {
-      store(out + i, Activation::gate(load(gate + i, count)) * load(up + i, count), count);
+      Floats value = rounded<T>(Activation::gate(load(gate + i, count)));
+      store(out + i, value * load(up + i, count), count);
     });
   }
 }
@@ -68,6 +73,25 @@ float inverse_root(const Norm& a, const Source& source) {
   return 1.0f / __builtin_sqrtf(mean + a.epsilon);
 }
 
+template <class A, class B>
+struct Same {
+  static constexpr bool value = false;
+};
+template <class A>
+struct Same<A, A> {
+  static constexpr bool value = true;
+};
+
+// The scaled value times the weight. The product is one of the weight's dtype; with an offset
+// (Gemma) it is one of float32.
+template <class T, class W, class Count>
+Floats weighted(Floats v, const W* weight, float offset, Count count) {
+  Floats w = load(weight, count);
+  if (offset != 0.0f) return v * (w + offset);
+  v = rounded<W>(v) * w;
+  return Same<T, W>::value ? v : rounded<W>(v);
+}
+
 template <class T, class W>
 void norm(const Norm& a, int64_t begin, int64_t end) {
   const W* weight = static_cast<const W*>(a.weight);
@@ -79,7 +103,7 @@ void norm(const Norm& a, int64_t begin, int64_t end) {
       float scale = inverse_root(a, source);
       for_vectors(a.hidden, [&](int64_t i, auto count) {
         Floats v = source.at(i, count) * scale;
-        if (weight != nullptr) v *= load(weight + i, count) + a.weight_offset;
+        if (weight != nullptr) v = weighted<T>(v, weight + i, a.weight_offset, count);
         store(out + i, v, count);
       });
     } else {
@@ -91,7 +115,7 @@ void norm(const Norm& a, int64_t begin, int64_t end) {
         Floats v = source.at(i, count);
         store(total + i, v, count);
         v *= scale;
-        if (weight != nullptr) v *= load(weight + i, count) + a.weight_offset;
+        if (weight != nullptr) v = weighted<T>(v, weight + i, a.weight_offset, count);
         store(out + i, v, count);
       });
     }

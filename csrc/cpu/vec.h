@@ -143,6 +143,40 @@ inline void store(Float16* to, Floats v) {
 
 #endif
 
+// The value that is left in T.
+template <class T>
+inline Floats rounded(Floats v) {
+  T kept[kLanes];
+  store(kept, v);
+  return load(kept);
+}
+
+template <>
+inline Floats rounded<float>(Floats v) {
+  return v;
+}
+
+template <>
+inline Floats rounded<BFloat16>(Floats v) {
+  Words u = bits_of<Words>(v);
+  Floats nearest = bits_of<Floats>((u + 0x7fffu + ((u >> 16) & 1u)) & 0xffff0000u);
+  return v == v ? nearest : v;
+}
+
+#if defined(__AVX512F__)
+template <>
+inline Floats rounded<Float16>(Floats v) {
+  return (Floats)_mm512_cvtph_ps(
+      _mm512_cvtps_ph((__m512)v, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC));
+}
+#elif defined(__AVX2__)
+template <>
+inline Floats rounded<Float16>(Floats v) {
+  return (Floats)_mm256_cvtph_ps(
+      _mm256_cvtps_ph((__m256)v, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC));
+}
+#endif
+
 // How many elements of a vector there are: all, or a number of them.
 struct Full {};
 
