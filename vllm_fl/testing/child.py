@@ -275,15 +275,18 @@ def _serve(targets: Sequence[Target], device: str, connection: Connection) -> No
         except EOFError:
             return
         answer: CaseResult | str
+        lost: str | None = None
         try:
             if job.target not in checkers:
                 checkers[job.target] = Checker(targets[job.target], device)
             answer = checkers[job.target].check(job.dtype, job.case)
-        except Exception:
+        except Exception as error:
             import traceback
 
             answer = traceback.format_exc()
-        lost = _device_error(device)
+            if isinstance(error, torch.AcceleratorError):  # of a launch, told at a later call
+                lost = str(error).splitlines()[0]
+        lost = lost or _device_error(device)
         if lost is not None:
             # Every later call would fail with the same error: the case counts as a crash, and
             # the next one gets a process of its own.

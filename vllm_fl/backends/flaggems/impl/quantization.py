@@ -76,6 +76,10 @@ def per_token_group_quant_fp8(
     return values.view(x.shape), scales.view(*x.shape[:-1], groups)
 
 
+_LEAST_DEPTH = 32
+"""What one tensor-core instruction of FP8 sums over."""
+
+
 def _supports_matmul(
     A: torch.Tensor,
     B: torch.Tensor,
@@ -86,6 +90,8 @@ def _supports_matmul(
 ) -> bool | str:
     if not converts_to_fp8(A.device):
         return "Triton multiplies FP8 on compute capability 8.9 and later"
+    if block_size[1] < _LEAST_DEPTH:  # a CompilationError on an H200
+        return f"blocks of {block_size[1]} are less than the {_LEAST_DEPTH} that Triton multiplies"
     return True
 
 
