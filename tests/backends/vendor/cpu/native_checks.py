@@ -115,9 +115,12 @@ def complaint(op: str, dtype: torch.dtype, args: tuple[Any, ...]) -> str | None:
     before = tuple(a.clone() if isinstance(a, torch.Tensor) else a for a in args)
     found = outputs_of(impl.fn(*args))
     errors = worst_errors(contract, found, before)
-    limits = [contract.tolerances[dtype].for_output(i) for i in range(len(errors))]
-    if any(not error <= limit for error, limit in zip(errors, limits, strict=True)):
-        return f"off by {errors} ulps"
+    # These kernels round where the reference rounds, and where that costs more than the contract's
+    # tolerance (an activation that is subnormal in float16), they may be as far off as it is.
+    references = worst_errors(contract, contract.reference(*before), before)
+    for i, error in enumerate(errors):
+        if not error <= max(contract.tolerances[dtype].for_output(i), references[i] + 1):
+            return f"off by {errors} ulps, the reference by {references}"
     names = contract.signature.parameter_names
     for name, now, then in zip(names, args, before, strict=False):
         if isinstance(now, torch.Tensor) and name not in impl.mutates and not same(now, then):

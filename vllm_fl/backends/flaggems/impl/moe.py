@@ -66,7 +66,6 @@ def _topk_softmax(gating_output: torch.Tensor, topk: int, renormalize: bool) -> 
     symbols=("topk_softmax",),
     supports=_supports_softmax,
     supports_layer=_supports_softmax_layer,
-    batch_invariant=True,
 )
 def topk_softmax(
     gating_output: torch.Tensor,

@@ -1,7 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
 """Activations by vLLM's CUDA kernels.
 
-They read rows as if they were contiguous, so a view is copied first.
+They read rows as if they were contiguous, and at whole vectors' addresses (on an H200 the process
+lost the device at an odd one), so a view and what lies elsewhere is copied first.
+
+Those of fatrelu_and_mul, silu_and_mul_with_clamp and swigluoai_and_mul make a number of NaN, which
+the contracts keep, and the last one loses the device at odd sizes: they are not served, and vLLM's
+layers stay with them.
 """
 
 from __future__ import annotations
@@ -12,7 +17,7 @@ from typing import Any
 import torch
 
 from ..cuda import backend
-from .common import fits, tensor_reason
+from .common import dense, fits, tensor_reason
 
 
 def _supports_elementwise(x: torch.Tensor) -> bool | str:
@@ -45,7 +50,7 @@ def _half(x: torch.Tensor) -> torch.Tensor:
 def silu_and_mul(x: torch.Tensor) -> torch.Tensor:
     """x: (..., 2 * d) -> (..., d)."""
     out = _half(x)
-    torch.ops._C.silu_and_mul(out, x.contiguous())
+    torch.ops._C.silu_and_mul(out, dense(x))
     return out
 
 
@@ -53,7 +58,7 @@ def silu_and_mul(x: torch.Tensor) -> torch.Tensor:
 def mul_and_silu(x: torch.Tensor) -> torch.Tensor:
     """x: (..., 2 * d) -> (..., d)."""
     out = _half(x)
-    torch.ops._C.mul_and_silu(out, x.contiguous())
+    torch.ops._C.mul_and_silu(out, dense(x))
     return out
 
 
@@ -64,51 +69,7 @@ def gelu_and_mul(x: torch.Tensor, approximate: str = "none") -> torch.Tensor:
     """x: (..., 2 * d) -> (..., d); approximate: "none" or "tanh"."""
     out = _half(x)
     kernel = torch.ops._C.gelu_and_mul if approximate == "none" else torch.ops._C.gelu_tanh_and_mul
-    kernel(out, x.contiguous())
-    return out
-
-
-def _supports_clamp(
-    x: torch.Tensor, limit: float, alpha: float = 1.0, beta: float = 0.0
-) -> bool | str:
-    return _supports(x)
-
-
-@backend.calling("_C.silu_and_mul_with_clamp").implements(
-    supports=_supports_clamp, batch_invariant=True
-)
-def silu_and_mul_with_clamp(
-    x: torch.Tensor, limit: float, alpha: float = 1.0, beta: float = 0.0
-) -> torch.Tensor:
-    """x: (..., 2 * d) -> (..., d)."""
-    out = _half(x)
-    torch.ops._C.silu_and_mul_with_clamp(out, x.contiguous(), limit, alpha, beta)
-    return out
-
-
-def _supports_swigluoai(x: torch.Tensor, alpha: float = 1.702, limit: float = 7.0) -> bool | str:
-    return _supports(x)
-
-
-@backend.calling("_C.swigluoai_and_mul").implements(
-    supports=_supports_swigluoai, batch_invariant=True
-)
-def swigluoai_and_mul(x: torch.Tensor, alpha: float = 1.702, limit: float = 7.0) -> torch.Tensor:
-    """x: (..., 2 * d), gates and values in turn -> (..., d)."""
-    out = _half(x)
-    torch.ops._C.swigluoai_and_mul(out, x.contiguous(), alpha, limit)
-    return out
-
-
-def _supports_fatrelu(x: torch.Tensor, threshold: float) -> bool | str:
-    return _supports(x)
-
-
-@backend.calling("_C.fatrelu_and_mul").implements(supports=_supports_fatrelu, batch_invariant=True)
-def fatrelu_and_mul(x: torch.Tensor, threshold: float) -> torch.Tensor:
-    """x: (..., 2 * d) -> (..., d)."""
-    out = _half(x)
-    torch.ops._C.fatrelu_and_mul(out, x.contiguous(), threshold)
+    kernel(out, dense(x))
     return out
 
 
@@ -116,7 +77,7 @@ def fatrelu_and_mul(x: torch.Tensor, threshold: float) -> torch.Tensor:
 def gelu_new(x: torch.Tensor) -> torch.Tensor:
     """x: (..., d) -> a contiguous tensor of its shape."""
     out = x.new_empty(x.shape)
-    torch.ops._C.gelu_new(out, x.contiguous())
+    torch.ops._C.gelu_new(out, dense(x))
     return out
 
 
@@ -124,7 +85,7 @@ def gelu_new(x: torch.Tensor) -> torch.Tensor:
 def gelu_fast(x: torch.Tensor) -> torch.Tensor:
     """x: (..., d) -> a contiguous tensor of its shape."""
     out = x.new_empty(x.shape)
-    torch.ops._C.gelu_fast(out, x.contiguous())
+    torch.ops._C.gelu_fast(out, dense(x))
     return out
 
 
@@ -132,5 +93,5 @@ def gelu_fast(x: torch.Tensor) -> torch.Tensor:
 def gelu_quick(x: torch.Tensor) -> torch.Tensor:
     """x: (..., d) -> a contiguous tensor of its shape."""
     out = x.new_empty(x.shape)
-    torch.ops._C.gelu_quick(out, x.contiguous())
+    torch.ops._C.gelu_quick(out, dense(x))
     return out

@@ -6,7 +6,7 @@ from __future__ import annotations
 import torch
 
 from ..cuda import backend
-from .common import fits, tensor_reason
+from .common import dense, fits, tensor_reason
 
 _VECTOR_BYTES = 16
 
@@ -51,9 +51,9 @@ def merge_attn_states(
     torch.ops._C.merge_attn_states(
         out,
         lse,
-        prefix_output,
+        dense(prefix_output),
         prefix_lse,
-        suffix_output,
+        dense(suffix_output),
         suffix_lse,
         prefill_tokens_with_context,
         output_scale,

@@ -60,6 +60,8 @@ def reshape_and_cache_flash(
     v_scale: torch.Tensor,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """In place: the rows of key and value go to their slots. Returns the caches."""
+    if not slot_mapping.numel():  # an empty launch is an error
+        return key_cache, value_cache
     torch.ops._C_cache_ops.reshape_and_cache_flash(
         key, value, key_cache, value_cache, slot_mapping, kv_cache_dtype, k_scale, v_scale
     )
@@ -95,6 +97,8 @@ def concat_and_cache_mla(
     scale: torch.Tensor,
 ) -> torch.Tensor:
     """In place: each token's latent and key go to its slot. Returns the cache."""
+    if not slot_mapping.numel():  # an empty launch is an error
+        return kv_cache
     torch.ops._C_cache_ops.concat_and_cache_mla(
         kv_c, k_pe, kv_cache, slot_mapping, kv_cache_dtype, scale
     )

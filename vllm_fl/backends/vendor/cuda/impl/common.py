@@ -23,6 +23,17 @@ def tensor_reason(x: torch.Tensor) -> str:
     return f"dtype {str(x.dtype).removeprefix('torch.')} is not float32, bfloat16 or float16"
 
 
+ALIGNMENT = 16
+"""Bytes of a vector: kernels that read whole ones lose the device at other addresses."""
+
+
+def dense(x: torch.Tensor) -> torch.Tensor:
+    """x contiguous at a vector's address: itself, or a copy. Not a matter for the guard, because
+    only the address tells, and fake tensors have none."""
+    x = x.contiguous()
+    return x if x.data_ptr() % ALIGNMENT == 0 else x.clone()
+
+
 def short(dtype: torch.dtype) -> str:
     """A dtype's name without the module."""
     return str(dtype).removeprefix("torch.")

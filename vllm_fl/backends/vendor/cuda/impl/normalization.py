@@ -1,5 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""RMS norms by vLLM's CUDA kernels."""
+"""RMS norms by vLLM's CUDA kernels.
+
+Both want rows (two dimensions or more). At an odd address rms_norm loses the device, and so does
+fused_add_rms_norm where a row is no whole number of vectors (61, 100 elements; an H200).
+"""
 
 from __future__ import annotations
 
@@ -9,7 +13,10 @@ from typing import Any
 import torch
 
 from ..cuda import backend
-from .common import fits, short, tensor_reason
+from .common import ALIGNMENT, fits, short, tensor_reason
+
+VECTOR = 8
+"""Elements of a vector of half precision."""
 
 
 def _supports_layer(facts: Mapping[str, Any]) -> bool | str:
@@ -24,6 +31,8 @@ def _supports_layer(facts: Mapping[str, Any]) -> bool | str:
 def _supports_weight(x: torch.Tensor, weight: torch.Tensor | None) -> bool | str:
     if not fits(x):
         return tensor_reason(x)
+    if x.dim() < 2:
+        return f"x has {x.dim()} dimensions, not two or more"
     if weight is None:
         return True
     if weight.dtype is not x.dtype:
@@ -48,6 +57,8 @@ def _supports_fused(
 ) -> bool | str:
     if not (x.is_contiguous() and residual.is_contiguous()):
         return "x or residual is not contiguous"
+    if x.dim() and x.shape[-1] % VECTOR:
+        return f"the last dimension {x.shape[-1]} is not a multiple of {VECTOR}"
     if residual.dtype is not x.dtype:
         return f"residual is {short(residual.dtype)}, x is {short(x.dtype)}"
     if residual.shape != x.shape:
@@ -63,6 +74,8 @@ def rms_norm(
 ) -> torch.Tensor:
     """x: (..., hidden), weight: (hidden,) or None -> a contiguous tensor of x's shape and dtype."""
     out = torch.empty(x.shape, device=x.device, dtype=x.dtype)
+    if x.data_ptr() % ALIGNMENT:
+        x = x.clone()
     torch.ops._C.rms_norm(out, x, weight, epsilon)
     return out
 
@@ -81,5 +94,9 @@ def fused_add_rms_norm(
     variance_size: int | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """In place: x becomes the norm, residual the sum. Returns both."""
+    if (x.data_ptr() | residual.data_ptr()) % ALIGNMENT:
+        out, total = x.clone(), residual.clone()
+        torch.ops._C.fused_add_rms_norm(out, total, weight, epsilon)
+        return x.copy_(out), residual.copy_(total)
     torch.ops._C.fused_add_rms_norm(x, residual, weight, epsilon)
     return x, residual

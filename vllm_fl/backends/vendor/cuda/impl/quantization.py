@@ -47,11 +47,15 @@ def scaled_fp8_quant(
     """input: (tokens, hidden) -> FP8 of its shape, or with more rows, and the scale made here."""
     rows = max(num_token_padding or 0, input.shape[0])
     out = torch.empty((rows, input.shape[1]), dtype=_FP8, device=input.device)
+    if rows > input.shape[0]:  # what stands there is open, but not to change from call to call
+        out[input.shape[0] :].view(torch.uint8).zero_()
     if scale is not None:
         torch.ops._C.static_scaled_fp8_quant(out, input, scale, group_shape)
         return out, None
     if use_per_token_if_dynamic:
         made = torch.empty((rows, 1), dtype=torch.float32, device=input.device)
+        if rows > input.shape[0]:
+            made[input.shape[0] :] = 1.0
         torch.ops._C.dynamic_per_token_scaled_fp8_quant(out, input, made, scale_ub)
     else:
         made = torch.empty(1, dtype=torch.float32, device=input.device)
@@ -76,6 +80,8 @@ def _supports_groups(
         return f"rows of {x.shape[-1]} are not whole groups of {group_size}"
     if not x.numel():
         return "there are no tokens"
+    if x.dim() != 2:  # the kernel raises
+        return f"x has {x.dim()} dimensions, not 2"
     return x.is_contiguous() or "x is not contiguous"
 
 

@@ -55,6 +55,8 @@ def _supports(
     verdict = _supports_heads("query", query, tokens, head_size)
     if verdict is not True or key is None:
         return verdict
+    if not key.numel() or query.numel() % key.numel():  # the kernel raises
+        return f"{query.numel()} elements of query are no multiple of key's {key.numel()}"
     if key.dtype is not query.dtype:
         return f"key is {short(key.dtype)}, query is {short(query.dtype)}"
     return _supports_heads("key", key, tokens, head_size)
