@@ -1,19 +1,20 @@
 # SPDX-License-Identifier: Apache-2.0
-"""bfloat16: the plugin's results are as close to float32 as those of vLLM alone.
+"""bfloat16: the plugin is nearer to eager vLLM than compiled vLLM is, and as close to float32.
 
 The measure is the mean absolute difference of the log-probabilities of the prompts' tokens.
 Show the numbers with `pytest -s`.
 
-Between two bfloat16 runs the measure saturates: rounding a single operator otherwise moves the
-demo's model by 0.042 to 0.045, and rounding all four otherwise by 0.044. So the plugin and the
-compiler are about as far from eager vLLM as anything else is, and the distance from float32 says
-which result is better.
+Our own CPU kernels round where PyTorch does. vLLM's, which serve where ours were not built, round
+otherwise, and between two bfloat16 runs that differ in any operator the measure saturates: 0.042 to
+0.045 on the demo's model for one, 0.044 for all four.
 """
 
 import random
 from pydoc_data import topics  # prose of many kinds that every Python brings along
 
 import pytest
+
+from tests.native import NATIVE
 
 pytestmark = [pytest.mark.e2e, pytest.mark.extended]
 
@@ -23,9 +24,9 @@ LONG_IDS = [random.Random(seed).choices(range(1024), k=128) for seed in range(24
 NOISE = 1.1
 """The ratio of two means over 2,400 tokens is known to 5 %. Plugin to eager vLLM, each from
 float32: 0.96 (demo), 1.00 (tiny)."""
-SATURATED = 1.25
-"""Plugin to compiled vLLM, each from eager vLLM: 1.04 (demo), 1.12 (tiny). It is above 1, because
-compiled vLLM rounds least of the three and is the nearest to float32."""
+FARTHEST = 1.0 if NATIVE else 1.25
+"""Plugin to compiled vLLM, each from eager vLLM: with our kernels 0.80 (demo) and 0.05 (tiny), with
+vLLM's 1.04 and 1.12."""
 
 
 def mean_difference(
@@ -65,4 +66,4 @@ def test_bfloat16_logprobs_are_as_close_to_float32_as_those_of_vllm_alone(
         print(f"  {name}: {mean:.5f}")
     assert means["plugin from eager vLLM"] > 0
     assert means["plugin from float32"] <= NOISE * means["eager vLLM from float32"]
-    assert means["plugin from eager vLLM"] <= SATURATED * means["compiled vLLM from eager vLLM"]
+    assert means["plugin from eager vLLM"] <= FARTHEST * means["compiled vLLM from eager vLLM"]
