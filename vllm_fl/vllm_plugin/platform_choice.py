@@ -11,9 +11,9 @@ import importlib.util
 from importlib.metadata import EntryPoint, entry_points
 from pathlib import Path
 
-from ..backends.vendor.devices import detect
 from ..dispatch.config import load_config
 from ..dispatch.log import logger
+from ..dispatch.types import DeviceFacts
 
 __all__ = ["GROUP", "PLATFORM", "choose", "has_extension", "offer"]
 
@@ -22,6 +22,13 @@ PLATFORM = "vllm_fl.vllm_plugin.platform.PlatformFL"
 
 _SERVED_BY_VLLM = {"cuda": "cuda", "rocm": "cuda", "xpu": "xpu", "cpu": "cpu"}
 """Vendors for whose device vLLM has a platform of its own, and the device type."""
+
+
+def detect(vendor: str | None) -> DeviceFacts:
+    """The device of this machine; switched off, vllm_fl does not even import the table."""
+    from ..backends.vendor import devices
+
+    return devices.detect(vendor)
 
 
 def offer() -> str | None:

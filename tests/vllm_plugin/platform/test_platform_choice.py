@@ -91,6 +91,16 @@ def test_switched_off_it_offers_nothing(machine, monkeypatch) -> None:
     assert choose() == (None, "VLLM_FL_ENABLED=0")
 
 
+def test_switched_off_not_even_the_device_table_is_imported() -> None:
+    code = (
+        "import os, sys; os.environ['VLLM_FL_ENABLED'] = '0'; "
+        "from vllm_fl.vllm_plugin import platform_choice as p; assert p.offer() is None; "
+        "print([m for m in sys.modules if m.startswith('vllm_fl.backends')])"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == "[]"
+
+
 def test_the_question_imports_neither_torch_nor_vllm() -> None:
     code = (
         "import sys; from vllm_fl.vllm_plugin import platform_choice as p; p.choose(); "
