@@ -17,13 +17,15 @@ def test_the_compiled_demo_is_right_and_leaves_everything_to_the_compiler(run, d
     document = json.loads(run([program, "demo", "--json", "--compiled"]).stdout)
     assert "Paris" in document["answer"]
     assert document["mode"] == "compiled"
-    assert [row["op"] for row in document["ops"]] == [
+    # vLLM's warm-up samples, so the sampling functions may be there too; they are not compiled.
+    layers = [row for row in document["ops"] if not row["op"].startswith("apply_")]
+    assert [row["op"] for row in layers] == [
         "fused_add_rms_norm",
         "rms_norm",
         "rotary_embedding",
         "silu_and_mul",
     ]
-    for row in document["ops"]:
+    for row in layers:
         assert (row["impl_id"], row["reason"]) == ("native", "left to the compiler")
         assert row["bound"] > 0
 
