@@ -133,7 +133,7 @@ def test_an_import_that_fails_becomes_the_reason_and_is_tried_once(tmp_path: Pat
         capture_output=True, text=True, timeout=120, cwd=tmp_path, check=True,
         env={**os.environ, "PYTHONPATH": f"{here}{os.pathsep}{os.environ.get('PYTHONPATH', '')}"},
     )  # fmt: skip
-    found = json.loads(done.stdout)
+    found = json.loads(done.stdout.splitlines()[-1])  # older vLLM logs there too
     assert found["reasons"] == ["loading it raised RuntimeError: No device were detected"]
     assert found["winner"] == "reference.torch"
     assert (tmp_path / "tried").read_text() == "x"
