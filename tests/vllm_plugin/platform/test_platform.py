@@ -20,7 +20,8 @@ from vllm_fl.vllm_plugin import shims
 def answer(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     """What a process saw that ran under the platform."""
     script = Path(__file__).with_name("dry_run.py")
-    environment = {**os.environ, "VLLM_FL_PLATFORM": "cuda", "VLLM_LOGGING_LEVEL": "ERROR"}
+    # No plugins: vLLM looks at the model in a process of its own, where NVML is not faked.
+    environment = {**os.environ, "VLLM_FL_PLATFORM": "cuda", "VLLM_PLUGINS": ""}
     done = subprocess.run(
         [sys.executable, str(script), str(tmp_path_factory.mktemp("model"))],
         env=environment,
