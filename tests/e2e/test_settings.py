@@ -113,7 +113,7 @@ def test_batch_invariance_rejects_what_is_not_marked_for_it(engine) -> None:
     layers = [row for row in rank["ops"] if not row["op"].startswith("apply_")]
     assert {row["op"]: (row["impl_id"], row["reason"]) for row in layers} == DEFAULT
     for row in layers:
-        assert rejected(row) == [{"impl_id": "reference.torch", "reason": reason}]
+        assert {"impl_id": "reference.torch", "reason": reason} in rejected(row)
     for row in rank["ops"]:  # of the sampling functions there is only the reference here
         if row not in layers:
             assert row["impl_id"] == "native" and reason in row["reason"]
