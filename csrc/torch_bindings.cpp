@@ -5,6 +5,7 @@
 // functions, which take positional arguments and go straight to the kernel. `supports_<op>`
 // is a guard: True, or the reason why `<op>` cannot take these arguments.
 #include <torch/csrc/autograd/python_variable.h>
+#include <torch/csrc/utils/object_ptr.h>
 #include <torch/library.h>
 
 #include <ATen/core/dispatch/Dispatcher.h>
@@ -61,11 +62,12 @@ PyObject* verdict(const std::string& refusal) {
   return PyUnicode_FromStringAndSize(refusal.data(), static_cast<Py_ssize_t>(refusal.size()));
 }
 
-PyObject* pair(PyObject* first, PyObject* second) {
+// Steals both references, and drops them if it throws.
+PyObject* pair(THPObjectPtr first, THPObjectPtr second) {
   PyObject* both = PyTuple_New(2);
-  if (both == nullptr) throw python_error();
-  PyTuple_SET_ITEM(both, 0, first);
-  PyTuple_SET_ITEM(both, 1, second);
+  if (both == nullptr || !first || !second) throw python_error();
+  PyTuple_SET_ITEM(both, 0, first.release());
+  PyTuple_SET_ITEM(both, 1, second.release());
   return both;
 }
 
@@ -125,7 +127,9 @@ PyObject* fused_add_rms_norm_function(PyObject*, Arguments args, Py_ssize_t coun
   auto results = fused_add_rms_norm(tensor(args[0], "x"), tensor(args[1], "residual"),
                                     maybe_tensor(args[2], "weight"), number(args[3]),
                                     maybe_integer(args[4]), weight_offset);
-  return pair(same_or_wrapped(args[0], results.first), same_or_wrapped(args[1], results.second));
+  THPObjectPtr first(same_or_wrapped(args[0], results.first));
+  THPObjectPtr second(same_or_wrapped(args[1], results.second));
+  return pair(std::move(first), std::move(second));
   END_HANDLE_TH_ERRORS
 }
 
@@ -145,7 +149,7 @@ PyObject* rotary_embedding_function(PyObject*, Arguments args, Py_ssize_t count)
   rotary_embedding(tensor(args[0], "positions"), tensor(args[1], "query"),
                    maybe_tensor(args[2], "key"), integer(args[3]),
                    tensor(args[4], "cos_sin_cache"), truth(args[5]));
-  return pair(Py_NewRef(args[1]), Py_NewRef(args[2]));
+  return pair(THPObjectPtr(Py_NewRef(args[1])), THPObjectPtr(Py_NewRef(args[2])));
   END_HANDLE_TH_ERRORS
 }
 

@@ -57,19 +57,13 @@ struct Turned {  // query or key
 };
 
 struct Rotary {
-  const void* positions;  // contiguous
-  bool positions_are_64_bit;
+  const int64_t* positions;  // checked copies: what they came from may be written meanwhile
   const void* cache;  // rows of half cosines, then half sines
   int64_t cache_stride;
   int64_t half;
   int64_t head_size;
   bool is_neox;
   Turned turned[2];
-
-  VLLM_FL_INLINE int64_t position(int64_t token) const {
-    return positions_are_64_bit ? static_cast<const int64_t*>(positions)[token]
-                                : static_cast<const int32_t*>(positions)[token];
-  }
 };
 
 // Of rows, or tokens, from begin to end.

@@ -155,7 +155,7 @@ void turn_gptj(T* row, int64_t heads, const Rotary& a, const C* cos, const C* si
 template <class T, class C>
 void rotary(const Rotary& a, int64_t begin, int64_t end) {
   for (int64_t token = begin; token < end; token++) {
-    const C* cos = static_cast<const C*>(a.cache) + a.position(token) * a.cache_stride;
+    const C* cos = static_cast<const C*>(a.cache) + a.positions[token] * a.cache_stride;
     const C* sin = cos + a.half;
     for (const Turned& side : a.turned) {
       if (side.data == nullptr) continue;

@@ -4,9 +4,11 @@
 #include <ATen/EmptyTensor.h>
 #include <ATen/Parallel.h>
 #include <ATen/Version.h>
+#include <ATen/core/Tensor.h>
 #include <c10/core/GradMode.h>
 
 #include <algorithm>
+#include <cstring>
 #include <sstream>
 
 #include "kernels.h"
@@ -75,12 +77,18 @@ void run(Kernel<Arguments> kernel, const Arguments& arguments, int64_t rows, int
 std::string kind_refusal(const char* name, const TensorBase& x) {
   if (!x.is_cpu()) return text(name, " is on ", x.device());
   const c10::DispatchKeySet lazy({c10::DispatchKey::Negative, c10::DispatchKey::Conjugate,
-                                  c10::DispatchKey::ZeroTensor, c10::DispatchKey::NestedTensor});
+                                  c10::DispatchKey::ZeroTensor, c10::DispatchKey::NestedTensor,
+                                  c10::DispatchKey::FuncTorchBatched,
+                                  c10::DispatchKey::FuncTorchGradWrapper,
+                                  c10::DispatchKey::Functionalize});
   if (x.layout() != at::kStrided || x.key_set().has_any(lazy)) {
     return text(name, " is not a plain strided tensor");
   }
   if (x.requires_grad() && c10::GradMode::is_enabled()) {
     return text("a gradient of ", name, " is required, and the kernels have none");
+  }
+  if (x._fw_grad(0).defined()) {
+    return text(name, " has a forward-mode tangent, and the kernels would lose it");
   }
   return {};
 }
@@ -183,6 +191,7 @@ void* written_data_of(const TensorBase& x) {
 }
 
 bool overlap(const TensorBase& x, const TensorBase& y) {
+  if (!x.numel() || !y.numel()) return false;
   auto range = [](const TensorBase& t) {
     int64_t last = 0;
     for (int64_t d = 0; d < t.dim(); d++) last += (t.size(d) - 1) * t.stride(d);
@@ -192,6 +201,18 @@ bool overlap(const TensorBase& x, const TensorBase& y) {
   auto [x_begin, x_end] = range(x);
   auto [y_begin, y_end] = range(y);
   return x_begin < y_end && y_begin < x_end;
+}
+
+// The rows of a matrix whose last stride is 1, in memory of their own.
+TensorBase copy_of(const TensorBase& matrix) {
+  TensorBase copy = at::detail::empty_cpu(matrix.sizes(), matrix.scalar_type());
+  const size_t row = matrix.size(1) * matrix.element_size();
+  const char* from = static_cast<const char*>(data_of(matrix));
+  char* to = static_cast<char*>(copy.mutable_data_ptr());
+  for (int64_t r = 0; r < matrix.size(0); r++, to += row) {
+    std::memcpy(to, from + r * matrix.stride(0) * matrix.element_size(), row);
+  }
+  return copy;
 }
 
 std::string weight_refusal(const TensorBase& x, Maybe weight, Size variance_size) {
@@ -308,7 +329,8 @@ std::pair<TensorBase, TensorBase> fused_add_rms_norm(const TensorBase& x,
   norm.residual = data_of(residual);
   rows_of(residual, norm.residual_rows);
   std::pair<TensorBase, TensorBase> results{x, residual};
-  if (overlap(x, residual)) {
+  if (overlap(x, residual) ||
+      (weight != nullptr && (overlap(*weight, x) || overlap(*weight, residual)))) {
     results = {at::detail::empty_cpu(x.sizes(), x.scalar_type()),
                at::detail::empty_cpu(x.sizes(), x.scalar_type())};
     norm.out = results.first.mutable_data_ptr();
@@ -386,19 +408,26 @@ void rotary_embedding(const TensorBase& positions, const TensorBase& query, Mayb
   const int64_t tokens = positions.numel(), rotary_dim = cos_sin_cache.size(1);
   if (!tokens || !rotary_dim) return;
   Rotary rotary{};
-  rotary.positions = data_of(positions);
-  rotary.positions_are_64_bit = positions.scalar_type() == at::kLong;
-  rotary.cache = data_of(cos_sin_cache);
-  rotary.cache_stride = cos_sin_cache.stride(0);
+  const TensorBase cache = overlap(cos_sin_cache, query) || (key && overlap(cos_sin_cache, *key))
+                               ? copy_of(cos_sin_cache)
+                               : cos_sin_cache;
+  rotary.cache = data_of(cache);
+  rotary.cache_stride = cache.stride(0);
   rotary.half = rotary_dim / 2;
   rotary.head_size = head_size;
   rotary.is_neox = is_neox;
   const int64_t known = cos_sin_cache.size(0);
+  const void* given = data_of(positions);
+  const bool are_64_bit = positions.scalar_type() == at::kLong;
+  c10::SmallVector<int64_t, 64> checked(tokens);
   for (int64_t token = 0; token < tokens; token++) {  // before anything is written
-    const int64_t position = rotary.position(token);
+    const int64_t position = are_64_bit ? static_cast<const int64_t*>(given)[token]
+                                        : static_cast<const int32_t*>(given)[token];
+    checked[token] = position;
     TORCH_CHECK_INDEX(position >= 0 && position < known, "rotary_embedding: position ", position,
                       " of token ", token, " is not within the cache's ", known);
   }
+  rotary.positions = checked.data();
   rotary.turned[0] = turned_of(query, tokens, head_size);
   const bool same = key != nullptr && key->is_same(query);
   if (key != nullptr && !same) rotary.turned[1] = turned_of(*key, tokens, head_size);

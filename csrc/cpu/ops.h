@@ -1,6 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 // The operators on tensors. For each, `<op>_refusal` says why arguments cannot be taken, or
-// nothing; the operator raises with the same words, and is defined wherever it says nothing.
+// nothing; the operator raises with the same words. Where it says nothing the operator is defined,
+// for all tensors that have data: a fake one has none, and raises.
 #pragma once
 
 #include <ATen/core/TensorBase.h>
@@ -30,7 +31,7 @@ TensorBase rms_norm(const TensorBase& x, Maybe weight, double epsilon, Size vari
                     double weight_offset);
 
 // In place: x becomes the norm of x + residual, residual the sum, and both are returned. Where
-// they overlap they stay as they are, and new tensors are returned.
+// they overlap, or the weight lies in one of them, they stay and new tensors are returned.
 std::string fused_add_rms_norm_refusal(const TensorBase& x, const TensorBase& residual,
                                        Maybe weight, Size variance_size);
 std::pair<TensorBase, TensorBase> fused_add_rms_norm(const TensorBase& x,

@@ -295,6 +295,40 @@ def test_where_x_and_residual_overlap_both_stay_and_new_tensors_hold_the_results
         assert_same(memory, kept)
 
 
+def test_a_weight_inside_of_x_or_residual_is_read_as_it_was_given():
+    for of_x in (True, False):
+        x, residual = randn((4, 64), torch.float32, seed=1), randn((4, 64), torch.float32, seed=2)
+        weight = (x if of_x else residual)[0]
+        expected = kernels.fused_add_rms_norm(
+            x.clone(), residual.clone(), weight.clone(), 1e-5, None
+        )
+        kept = x.clone(), residual.clone()
+        assert_same(kernels.fused_add_rms_norm(x, residual, weight, 1e-5, None), expected)
+        assert_same((x, residual), kept)
+
+
+@pytest.mark.parametrize("index", (torch.int32, torch.int64), ids=str)
+def test_positions_inside_of_the_query_are_those_that_were_checked(index):
+    memory = torch.zeros(64 * 64)
+    query, cache = memory.view(64, 64), randn((16, 64), torch.float32) + 1e20
+    positions = memory.view(index)[64:128]
+    positions.fill_(3)
+    expected, _ = kernels.rotary_embedding(positions.clone(), query.clone(), None, 64, cache, True)
+    kernels.rotary_embedding(positions, query, None, 64, cache, True)
+    assert torch.equal(bits(query), bits(expected))
+
+
+def test_a_cache_that_lies_in_the_query_or_key_is_read_as_it_was_given():
+    for of_key in (True, False):
+        memory = randn((16, 64), torch.float32)
+        other, positions = randn((8, 64), torch.float32, seed=3), torch.arange(8) + 8
+        query, key = (other, memory[8:]) if of_key else (memory[8:], other)
+        expected = kernels.rotary_embedding(
+            positions, query.clone(), key.clone(), 64, memory.clone(), True
+        )
+        assert_same(kernels.rotary_embedding(positions, query, key, 64, memory, True), expected)
+
+
 def test_a_key_that_is_the_query_is_turned_once():
     query, cache = randn((5, 128), torch.float32), randn((64, 64), torch.float32)
     expected, _ = kernels.rotary_embedding(torch.arange(5), query.clone(), None, 64, cache, True)
@@ -389,6 +423,25 @@ def test_guards_read_metadata_only(dtype):
     for op, args in calls(dtype).items():
         shown = [OnlyMetadata(a) if isinstance(a, torch.Tensor) else a for a in args]
         assert IMPLS[op].supports(*shown) is True
+
+
+# torch's forward mode scripts its decompositions when it is first used, and warns of that itself.
+@pytest.mark.filterwarnings("ignore:`torch.jit.script`:DeprecationWarning")
+def test_transforms_of_functions_and_forward_tangents_are_refused():
+    x, tangent = randn((4, 64), torch.float32), torch.ones(4, 64)
+
+    def refuse(t):
+        assert "not a plain strided tensor" in kernels.supports_gated(t)
+        return t
+
+    torch.func.vmap(refuse)(x)
+    torch.func.grad(lambda t: refuse(t).sum())(x)
+    torch.func.functionalize(refuse)(x)
+    with torch.autograd.forward_ad.dual_level():
+        dual = torch.autograd.forward_ad.make_dual(x, tangent)
+        assert "forward-mode tangent" in kernels.supports_gated(dual)
+        with pytest.raises(ValueError, match="forward-mode tangent"):
+            kernels.silu_and_mul(dual)
 
 
 def test_a_tensor_without_data_raises_instead_of_being_read():
