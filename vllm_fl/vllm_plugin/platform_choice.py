@@ -7,9 +7,7 @@ here.
 
 from __future__ import annotations
 
-import importlib.util
 from importlib.metadata import EntryPoint, entry_points
-from pathlib import Path
 
 from ..dispatch.config import load_config
 from ..dispatch.log import logger
@@ -29,6 +27,13 @@ def detect(vendor: str | None) -> DeviceFacts:
     from ..backends.vendor import devices
 
     return devices.detect(vendor)
+
+
+def has_extension() -> bool:
+    """Whether vLLM was installed with its compiled extension; nothing of it is imported."""
+    from ..backends.vendor import vllm_extension
+
+    return vllm_extension.has_extension()
 
 
 def offer() -> str | None:
@@ -72,13 +77,6 @@ def choose() -> tuple[str | None, str]:
     if device.vendor in _SERVED_BY_VLLM:
         return PLATFORM, "this vLLM has no compiled extension"
     return PLATFORM, f"vLLM has no platform for {device.vendor}"
-
-
-def has_extension() -> bool:
-    """Whether vLLM was installed with its compiled extension; nothing is imported."""
-    spec = importlib.util.find_spec("vllm")
-    folders = spec.submodule_search_locations if spec is not None else None
-    return any(next(Path(folder).glob("_C*.so"), None) for folder in folders or ())
 
 
 def _allowed(name: str) -> bool:

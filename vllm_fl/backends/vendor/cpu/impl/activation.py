@@ -52,7 +52,7 @@ def _output(x: torch.Tensor) -> torch.Tensor:
     return x.new_empty(*x.shape[:-1], x.shape[-1] // 2)
 
 
-@backend.calling("silu_and_mul").implements(supports=_supports, batch_invariant=True)
+@backend.calling("_C.silu_and_mul").implements(supports=_supports, batch_invariant=True)
 def silu_and_mul(x: torch.Tensor) -> torch.Tensor:
     """x: (..., 2 * d) -> (..., d); d a multiple of 8."""
     out = _output(x)
@@ -60,7 +60,7 @@ def silu_and_mul(x: torch.Tensor) -> torch.Tensor:
     return out
 
 
-@backend.calling("gelu_and_mul", "gelu_tanh_and_mul").implements(
+@backend.calling("_C.gelu_and_mul", "_C.gelu_tanh_and_mul").implements(
     supports=_supports_gelu, supports_layer=_supports_approximate, batch_invariant=True
 )
 def gelu_and_mul(x: torch.Tensor, approximate: str = "none") -> torch.Tensor:
@@ -71,7 +71,7 @@ def gelu_and_mul(x: torch.Tensor, approximate: str = "none") -> torch.Tensor:
     return out
 
 
-@backend.calling("gelu_new").implements(supports=_supports_elementwise, batch_invariant=True)
+@backend.calling("_C.gelu_new").implements(supports=_supports_elementwise, batch_invariant=True)
 def gelu_new(x: torch.Tensor) -> torch.Tensor:
     """x: (..., d), d a multiple of 8 -> a contiguous tensor of its shape."""
     out = x.new_empty(x.shape)
@@ -79,7 +79,7 @@ def gelu_new(x: torch.Tensor) -> torch.Tensor:
     return out
 
 
-@backend.calling("gelu_fast").implements(supports=_supports_elementwise, batch_invariant=True)
+@backend.calling("_C.gelu_fast").implements(supports=_supports_elementwise, batch_invariant=True)
 def gelu_fast(x: torch.Tensor) -> torch.Tensor:
     """x: (..., d), d a multiple of 8 -> a contiguous tensor of its shape."""
     out = x.new_empty(x.shape)
@@ -87,7 +87,7 @@ def gelu_fast(x: torch.Tensor) -> torch.Tensor:
     return out
 
 
-@backend.calling("gelu_quick").implements(supports=_supports_elementwise, batch_invariant=True)
+@backend.calling("_C.gelu_quick").implements(supports=_supports_elementwise, batch_invariant=True)
 def gelu_quick(x: torch.Tensor) -> torch.Tensor:
     """x: (..., d), d a multiple of 8 -> a contiguous tensor of its shape."""
     out = x.new_empty(x.shape)

@@ -65,7 +65,7 @@ def _supports_fused(
     return _supports_weight(x, weight)
 
 
-@backend.calling("rms_norm").implements(
+@backend.calling("_C.rms_norm").implements(
     supports=_supports_rms_norm, supports_layer=_supports_layer, batch_invariant=True
 )
 def rms_norm(
@@ -78,7 +78,7 @@ def rms_norm(
     return out
 
 
-@backend.calling("fused_add_rms_norm").implements(
+@backend.calling("_C.fused_add_rms_norm").implements(
     supports=_supports_fused,
     supports_layer=_supports_layer,
     mutates=("x", "residual"),

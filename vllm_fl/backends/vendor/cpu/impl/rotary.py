@@ -84,7 +84,7 @@ def _aligned(x: torch.Tensor) -> torch.Tensor:
     return x.clone() if x.data_ptr() % ALIGNMENT else x
 
 
-@backend.calling("rotary_embedding").implements(
+@backend.calling("_C.rotary_embedding").implements(
     supports=_supports,
     supports_layer=_supports_layer,
     mutates=("query", "key"),
