@@ -116,3 +116,111 @@ def test_a_copy_is_made_only_where_the_address_is_no_vectors() -> None:
     assert dense(base[:64]) is not None and dense(base[:64]).data_ptr() == base.data_ptr()
     moved = dense(base[1:])
     assert moved.data_ptr() % ALIGNMENT == 0 and torch.equal(moved, base[1:])
+
+
+def on_gpu(*shape: int, dtype: torch.dtype = torch.float16, device: str = "cuda:0") -> FakeTensor:
+    """The metadata of a tensor; to be called inside a FakeTensorMode."""
+    mode = torch._C._get_dispatch_mode(torch._C._TorchDispatchModeKey.FAKE)
+    meta = torch.empty(shape, dtype=dtype, device="meta")
+    return FakeTensor(mode, meta, torch.device(device))
+
+
+def _malformed() -> dict[str, tuple[str, tuple[object, ...], str]]:
+    """What lies elsewhere, or has another form than the kernels read: op, arguments, reason."""
+    t, ints = on_gpu, torch.int64
+    q, k, positions, cache = t(4, 128), t(4, 64), t(4, dtype=ints), t(16, 64)
+    key, page, slots, scale = (
+        t(4, 1, 64),
+        t(2, 16, 1, 64),
+        t(4, dtype=ints),
+        t(1, dtype=torch.float32),
+    )
+    logits, mask = t(4, 100), t(4, 100, dtype=torch.bool)
+    out, lse = t(4, 2, 64), t(2, 4, dtype=torch.float32)
+
+    def rope(*args: object) -> tuple[object, ...]:
+        return (*args[:3], 64, args[3], True)
+
+    def pages(*args: object) -> tuple[object, ...]:
+        return (*args, "auto", scale, scale)
+
+    def cpu(*shape: int, dtype: torch.dtype = torch.float16) -> FakeTensor:
+        return t(*shape, dtype=dtype, device="cpu")
+
+    return {
+        "weight": ("rms_norm", (q, cpu(128), 1e-6), "weight is on cpu"),
+        "residual": ("fused_add_rms_norm", (q, cpu(4, 128), t(128), 1e-6), "residual is on cpu"),
+        "positions": (
+            "rotary_embedding",
+            rope(cpu(4, dtype=ints), q, k, cache),
+            "positions is on cpu",
+        ),
+        "key": ("rotary_embedding", rope(positions, q, cpu(4, 64), cache), "key is on cpu"),
+        "wide cache": ("rotary_embedding", rope(positions, q, k, t(16, 256)), "for heads of 64"),
+        "flat cache": ("rotary_embedding", rope(positions, q, k, t(64)), "for heads of 64"),
+        "no head": ("rotary_embedding", (positions, q, k, 0, cache, True), "for heads of 0"),
+        "one row for all": (
+            "rotary_embedding",
+            rope(positions, t(1, 128).expand(4, 128), k, cache),
+            "strides [0, 1]",
+        ),
+        "too many slots": (
+            "reshape_and_cache_flash",
+            pages(key, key, page, page, t(400, dtype=ints)),
+            "400 slots",
+        ),
+        "another value": (
+            "reshape_and_cache_flash",
+            pages(key, t(4, 1, 32), page, page, slots),
+            "float16[4, 1, 32]",
+        ),
+        "flat key": (
+            "reshape_and_cache_flash",
+            pages(k, k, page, page, slots),
+            "key is float16[4, 64]",
+        ),
+        "narrow page": (
+            "reshape_and_cache_flash",
+            pages(key, key, t(2, 16, 1, 32), t(2, 16, 1, 32), slots),
+            "the cache is float16[2, 16, 1, 32]",
+        ),
+        "page elsewhere": (
+            "reshape_and_cache_flash",
+            pages(key, key, cpu(2, 16, 1, 64), page, slots),
+            "on cpu",
+        ),
+        "narrow latent": (
+            "concat_and_cache_mla",
+            (q, k, t(2, 16, 128), slots, "auto", scale),
+            "the cache is",
+        ),
+        "mask of one": (
+            "apply_repetition_penalties",
+            (logits, t(1, 3, dtype=torch.bool), mask, t(4)),
+            "prompt_mask is bool[1, 3]",
+        ),
+        "few penalties": (
+            "apply_repetition_penalties",
+            (logits, mask, mask, t(1)),
+            "[1] penalties",
+        ),
+        "logsumexp of halves": (
+            "merge_attn_states",
+            (out, t(2, 4), out, lse),
+            "prefix_lse is float16",
+        ),
+        "bias of halves": ("topk_softmax", (logits, 2, False, t(100)), "bias is float16"),
+    }
+
+
+with FakeTensorMode():
+    MALFORMED = sorted(_malformed())
+
+
+@pytest.mark.parametrize("name", MALFORMED)
+def test_what_lies_elsewhere_or_has_another_form_is_refused(name) -> None:
+    with FakeTensorMode():
+        op, args, said = _malformed()[name]
+        supports = IMPLS[op].supports
+        assert supports is not None
+        assert said in str(supports(*args))

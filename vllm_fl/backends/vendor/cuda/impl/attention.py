@@ -6,7 +6,7 @@ from __future__ import annotations
 import torch
 
 from ..cuda import backend
-from .common import dense, fits, tensor_reason
+from .common import apart, dense, fits, short, tensor_reason
 
 _VECTOR_BYTES = 16
 
@@ -22,6 +22,18 @@ def _supports(
 ) -> bool | str:
     if not fits(prefix_output):
         return tensor_reason(prefix_output)
+    others = {"prefix_lse": prefix_lse, "suffix_output": suffix_output, "suffix_lse": suffix_lse}
+    elsewhere = apart(prefix_output, **others, output_scale=output_scale)
+    if elsewhere is not None:
+        return elsewhere
+    if prefix_output.dim() != 3 or suffix_output.shape != prefix_output.shape:
+        return f"the outputs are {list(prefix_output.shape)} and {list(suffix_output.shape)}"
+    if suffix_output.dtype is not prefix_output.dtype:
+        return f"the outputs are {short(prefix_output.dtype)} and {short(suffix_output.dtype)}"
+    expected = (prefix_output.shape[1], prefix_output.shape[0])
+    for name, lse in (("prefix_lse", prefix_lse), ("suffix_lse", suffix_lse)):
+        if tuple(lse.shape) != expected or lse.dtype is not torch.float32:
+            return f"{name} is {short(lse.dtype)}{list(lse.shape)}, not float32{list(expected)}"
     size = prefix_output.shape[-1]
     if size * prefix_output.element_size() % _VECTOR_BYTES:
         return f"a head of {size} elements is no multiple of {_VECTOR_BYTES} bytes"

@@ -6,9 +6,13 @@ from __future__ import annotations
 import torch
 
 from ..cuda import backend
-from .common import fits, short, tensor_reason
+from .common import apart, fits, short, tensor_reason
 
 _KINDS = ("auto", "fp8", "fp8_e4m3", "fp8_e5m2")
+
+
+def _form(x: torch.Tensor) -> str:
+    return f"{short(x.dtype)}{list(x.shape)}"
 
 
 def _supports_slots(slot_mapping: torch.Tensor, kv_cache_dtype: str) -> bool | str:
@@ -31,11 +35,23 @@ def _supports_pages(
 ) -> bool | str:
     if not fits(key):
         return tensor_reason(key)
+    others = {"value": value, "key_cache": key_cache, "value_cache": value_cache,
+              "slot_mapping": slot_mapping, "k_scale": k_scale, "v_scale": v_scale}  # fmt: skip
+    if (elsewhere := apart(key, **others)) is not None:
+        return elsewhere
+    if key.dim() != 3 or value.shape != key.shape or value.dtype is not key.dtype:
+        return f"key is {_form(key)}, value is {_form(value)}"
+    heads, head_size = key.shape[1:]
+    if key_cache.dim() != 4 or key_cache.shape[2:] != key.shape[1:]:
+        return f"the cache is {_form(key_cache)}, key is {_form(key)}"
+    if value_cache.shape != key_cache.shape or value_cache.dtype is not key_cache.dtype:
+        return f"the caches are {_form(key_cache)} and {_form(value_cache)}"
+    if slot_mapping.numel() > key.shape[0]:
+        return f"there are {slot_mapping.numel()} slots for {key.shape[0]} keys"
     if key.stride(2) != 1 or value.stride(2) != 1:
         return "a head of key or value is not dense"
     if key_cache.stride() != value_cache.stride():
         return "the caches differ in their strides"
-    heads, head_size = key.shape[1:]
     for name, x in (("key", key), ("value", value)):
         if heads > 1 and x.stride(1) != head_size:
             return f"the heads of {name} are {x.stride(1)} elements apart"
@@ -78,6 +94,15 @@ def _supports_latent(
 ) -> bool | str:
     if not fits(kv_c):
         return tensor_reason(kv_c)
+    others = {"k_pe": k_pe, "kv_cache": kv_cache, "slot_mapping": slot_mapping, "scale": scale}
+    if (elsewhere := apart(kv_c, **others)) is not None:
+        return elsewhere
+    if kv_c.dim() != 2 or k_pe.dim() != 2 or k_pe.dtype is not kv_c.dtype:
+        return f"kv_c is {_form(kv_c)}, k_pe is {_form(k_pe)}"
+    if kv_cache.dim() != 3 or kv_cache.shape[2] != kv_c.shape[1] + k_pe.shape[1]:
+        return f"the cache is {_form(kv_cache)}, kv_c is {_form(kv_c)}, k_pe is {_form(k_pe)}"
+    if slot_mapping.numel() > min(kv_c.shape[0], k_pe.shape[0]):
+        return f"there are {slot_mapping.numel()} slots for {kv_c.shape[0]} rows"
     if kv_c.stride(-1) != 1 or k_pe.stride(-1) != 1 or kv_cache.stride(-1) != 1:
         return "a row of kv_c, k_pe or the cache is not dense"
     if kv_cache_dtype == "auto" and kv_cache.dtype is not kv_c.dtype:

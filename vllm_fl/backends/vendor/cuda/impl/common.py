@@ -23,6 +23,14 @@ def tensor_reason(x: torch.Tensor) -> str:
     return f"dtype {str(x.dtype).removeprefix('torch.')} is not float32, bfloat16 or float16"
 
 
+def apart(x: torch.Tensor, **others: torch.Tensor | None) -> str | None:
+    """Why the kernels cannot take the others with x: one is on another device. None: they can."""
+    for name, other in others.items():
+        if other is not None and other.device != x.device:
+            return f"{name} is on {other.device}, not on {x.device}"
+    return None
+
+
 ALIGNMENT = 16
 """Bytes of a vector: kernels that read whole ones lose the device at other addresses."""
 

@@ -6,7 +6,7 @@ from __future__ import annotations
 import torch
 
 from ..cuda import backend
-from .common import fits, short, tensor_reason
+from .common import apart, fits, short, tensor_reason
 
 
 def _supports_softmax(
@@ -21,8 +21,12 @@ def _supports_softmax(
     if is_padding is not None:
         return "is_padding is given"
     bias = e_score_correction_bias
-    if bias is not None and not bias.is_contiguous():
-        return "e_score_correction_bias is not contiguous"
+    if (elsewhere := apart(gating_output, e_score_correction_bias=bias)) is not None:
+        return elsewhere
+    if bias is not None:
+        dense = bias.is_contiguous() and bias.shape == gating_output.shape[1:]
+        if not dense or bias.dtype is not torch.float32:
+            return f"e_score_correction_bias is {short(bias.dtype)}{list(bias.shape)}"
     return gating_output.is_contiguous() or "gating_output is not contiguous"
 
 
@@ -79,6 +83,8 @@ def _supports_align(
 ) -> bool | str:
     if not topk_ids.is_cuda:
         return f"the tensor is on {topk_ids.device.type}"
+    if (elsewhere := apart(topk_ids, expert_map=expert_map)) is not None:
+        return elsewhere
     if topk_ids.dtype not in (torch.int32, torch.int64):
         return f"topk_ids are {short(topk_ids.dtype)}, not int32 or int64"
     return topk_ids.is_contiguous() or "topk_ids is not contiguous"

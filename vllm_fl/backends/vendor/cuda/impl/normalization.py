@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 from ..cuda import backend
-from .common import ALIGNMENT, fits, short, tensor_reason
+from .common import ALIGNMENT, apart, fits, short, tensor_reason
 
 VECTOR = 8
 """Elements of a vector of half precision."""
@@ -35,6 +35,8 @@ def _supports_weight(x: torch.Tensor, weight: torch.Tensor | None) -> bool | str
         return f"x has {x.dim()} dimensions, not two or more"
     if weight is None:
         return True
+    if (elsewhere := apart(x, weight=weight)) is not None:
+        return elsewhere
     if weight.dtype is not x.dtype:
         return f"weight is {short(weight.dtype)}, x is {short(x.dtype)}"
     if weight.shape != x.shape[-1:]:
@@ -59,6 +61,8 @@ def _supports_fused(
         return "x or residual is not contiguous"
     if x.dim() and x.shape[-1] % VECTOR:
         return f"the last dimension {x.shape[-1]} is not a multiple of {VECTOR}"
+    if (elsewhere := apart(x, residual=residual)) is not None:
+        return elsewhere
     if residual.dtype is not x.dtype:
         return f"residual is {short(residual.dtype)}, x is {short(x.dtype)}"
     if residual.shape != x.shape:
@@ -93,10 +97,14 @@ def fused_add_rms_norm(
     epsilon: float,
     variance_size: int | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """In place: x becomes the norm, residual the sum. Returns both."""
-    if (x.data_ptr() | residual.data_ptr()) % ALIGNMENT:
+    """In place: x becomes the norm, residual the sum. Returns both.
+
+    Where they overlap, both cannot be: they stay as they are and new tensors are returned."""
+    x_at, residual_at = x.data_ptr(), residual.data_ptr()
+    overlap = abs(x_at - residual_at) < x.nbytes
+    if overlap or (x_at | residual_at) % ALIGNMENT:
         out, total = x.clone(), residual.clone()
         torch.ops._C.fused_add_rms_norm(out, total, weight, epsilon)
-        return x.copy_(out), residual.copy_(total)
+        return (out, total) if overlap else (x.copy_(out), residual.copy_(total))
     torch.ops._C.fused_add_rms_norm(x, residual, weight, epsilon)
     return x, residual

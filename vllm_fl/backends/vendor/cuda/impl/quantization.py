@@ -7,7 +7,7 @@ import torch
 
 from .....ops.quantization_fp8 import PER_TOKEN_GROUP_QUANT_FP8
 from ..cuda import backend
-from .common import fits, short, tensor_reason
+from .common import apart, fits, short, tensor_reason
 
 _FP8 = torch.float8_e4m3fn
 
@@ -22,6 +22,8 @@ def _supports_fp8(
 ) -> bool | str:
     if not fits(input):
         return tensor_reason(input)
+    if (elsewhere := apart(input, scale=scale, scale_ub=scale_ub)) is not None:
+        return elsewhere
     if input.dim() != 2:
         return f"input has {input.dim()} dimensions, not 2"
     if input.stride(-1) != 1:
@@ -76,6 +78,8 @@ def _supports_groups(
         return tensor_reason(x)
     if dtype not in (None, _FP8):
         return f"dtype {short(dtype)} is not {short(_FP8)}"
+    if not x.dim() or group_size < 1:
+        return f"x has {x.dim()} dimensions, and groups of {group_size}"
     if x.shape[-1] % group_size:
         return f"rows of {x.shape[-1]} are not whole groups of {group_size}"
     if not x.numel():

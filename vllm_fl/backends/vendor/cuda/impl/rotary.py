@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from ..cuda import backend
-from .common import fits, short, tensor_reason
+from .common import apart, fits, short, tensor_reason
 
 
 def _supports_layer(facts: Mapping[str, Any]) -> bool | str:
@@ -25,8 +25,8 @@ def _supports_heads(name: str, x: torch.Tensor, tokens: int, head_size: int) -> 
     shape, strides = x.shape, x.stride()
     if x.dim() not in (2, 3) or shape[0] != tokens:
         return f"{name} has shape {list(shape)} for {tokens} positions"
-    if strides[-1] != 1:
-        return f"{name} has strides {list(strides)}"
+    if strides[-1] != 1 or (tokens > 1 and strides[0] < x.numel() // tokens):
+        return f"{name} has strides {list(strides)} for shape {list(shape)}"
     if x.dim() == 2:
         return shape[1] % head_size == 0 or f"{name} has rows of {shape[1]}, heads of {head_size}"
     dense = shape[2] == head_size and (shape[1] == 1 or strides[1] == head_size)
@@ -43,6 +43,11 @@ def _supports(
 ) -> bool | str:
     if not fits(query):
         return tensor_reason(query)
+    elsewhere = apart(query, positions=positions, key=key, cos_sin_cache=cos_sin_cache)
+    if elsewhere is not None:
+        return elsewhere
+    if head_size < 1 or cos_sin_cache.dim() != 2 or not 0 < cos_sin_cache.shape[1] <= head_size:
+        return f"cos_sin_cache has shape {list(cos_sin_cache.shape)} for heads of {head_size}"
     if cos_sin_cache.dtype is not query.dtype:
         return f"cos_sin_cache is {short(cos_sin_cache.dtype)}, query is {short(query.dtype)}"
     if positions.dtype is not torch.int64:

@@ -6,7 +6,7 @@ from __future__ import annotations
 import torch
 
 from ..cuda import backend
-from .common import fits, short, tensor_reason
+from .common import apart, fits, short, tensor_reason
 
 
 def _supports(
@@ -17,6 +17,15 @@ def _supports(
 ) -> bool | str:
     if not fits(logits):
         return tensor_reason(logits)
+    masks = {"prompt_mask": prompt_mask, "output_mask": output_mask}
+    elsewhere = apart(logits, **masks, repetition_penalties=repetition_penalties)
+    if elsewhere is not None:
+        return elsewhere
+    for name, mask in masks.items():
+        if mask.dtype is not torch.bool or mask.shape != logits.shape:
+            return f"{name} is {short(mask.dtype)}{list(mask.shape)}, logits {list(logits.shape)}"
+    if logits.dim() != 2 or repetition_penalties.shape != logits.shape[:1]:
+        return f"there are {list(repetition_penalties.shape)} penalties for {list(logits.shape)}"
     if repetition_penalties.dtype is not logits.dtype:
         return f"penalties are {short(repetition_penalties.dtype)}, logits {short(logits.dtype)}"
     tensors = (logits, prompt_mask, output_mask, repetition_penalties)
