@@ -3,6 +3,9 @@
 
 On NVIDIA they go to NVML, so that vLLM can still fork its workers; elsewhere torch's module of
 the device type answers, which initialises the device.
+
+An index is that of a chip among those which the process may see, as torch counts. NVML counts all
+of the machine, and is given the index that the platform has for that.
 """
 
 from __future__ import annotations
@@ -33,11 +36,13 @@ def _torch_module(device: VendorDevice) -> Any:
     return getattr(torch, device.device_type)
 
 
-def capability(device: VendorDevice, index: int) -> tuple[int, int] | None:
+def capability(
+    device: VendorDevice, index: int, physical: Callable[[int], int]
+) -> tuple[int, int] | None:
     """(major, minor) of CUDA's compute capability; None where there is no such thing."""
     if device.name == "cuda":
         major, minor = _ask_nvml(
-            index, lambda nvml, handle: nvml.nvmlDeviceGetCudaComputeCapability(handle)
+            physical(index), lambda nvml, handle: nvml.nvmlDeviceGetCudaComputeCapability(handle)
         )
         return int(major), int(minor)
     if device.device_type != "cuda":
@@ -46,18 +51,19 @@ def capability(device: VendorDevice, index: int) -> tuple[int, int] | None:
     return int(major), int(minor)
 
 
-def name(device: VendorDevice, index: int) -> str:
+def name(device: VendorDevice, index: int, physical: Callable[[int], int]) -> str:
     """The device's name."""
     if device.name == "cuda":
-        found = _ask_nvml(index, lambda nvml, handle: nvml.nvmlDeviceGetName(handle))
+        found = _ask_nvml(physical(index), lambda nvml, handle: nvml.nvmlDeviceGetName(handle))
         return found.decode() if isinstance(found, bytes) else str(found)
     return str(_torch_module(device).get_device_name(index))
 
 
-def memory(device: VendorDevice, index: int) -> int:
+def memory(device: VendorDevice, index: int, physical: Callable[[int], int]) -> int:
     """The device's memory in bytes."""
     if device.name == "cuda":
-        return int(
-            _ask_nvml(index, lambda nvml, handle: nvml.nvmlDeviceGetMemoryInfo(handle)).total
+        found = _ask_nvml(
+            physical(index), lambda nvml, handle: nvml.nvmlDeviceGetMemoryInfo(handle)
         )
+        return int(found.total)
     return int(_torch_module(device).get_device_properties(index).total_memory)

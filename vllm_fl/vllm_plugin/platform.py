@@ -168,18 +168,18 @@ class PlatformFL(Platform):
     @classmethod
     def get_device_capability(cls, device_id: int = 0) -> DeviceCapability | None:
         """CUDA's compute capability, or None on other devices; CUDA is not initialised."""
-        found = device_queries.capability(_DEVICE, cls.device_id_to_physical_device_id(device_id))
+        found = device_queries.capability(_DEVICE, device_id, cls.device_id_to_physical_device_id)
         return None if found is None else DeviceCapability(*found)
 
     @classmethod
     def get_device_name(cls, device_id: int = 0) -> str:
         """The device's name."""
-        return device_queries.name(_DEVICE, cls.device_id_to_physical_device_id(device_id))
+        return device_queries.name(_DEVICE, device_id, cls.device_id_to_physical_device_id)
 
     @classmethod
     def get_device_total_memory(cls, device_id: int = 0) -> int:
         """The device's memory in bytes."""
-        return device_queries.memory(_DEVICE, cls.device_id_to_physical_device_id(device_id))
+        return device_queries.memory(_DEVICE, device_id, cls.device_id_to_physical_device_id)
 
     @classmethod
     def set_device(cls, device: torch.device) -> None:

@@ -59,6 +59,7 @@ class Shim:
 
 
 _installed: dict[str, Shim] = {}
+_viewed: list[torch.Tensor] = []
 _library: torch.library.Library | None = None
 
 
@@ -108,11 +109,17 @@ def _at(address: int, device: torch.device, like: torch.Tensor) -> torch.Tensor:
 def view_on_device(cpu_tensor: torch.Tensor) -> torch.Tensor:
     """A pinned host tensor as the device sees it, through unified virtual addresses.
 
+    The tensor is kept for the life of the process, because the view does not own its memory, and
+    vLLM keeps nothing but the view of a weight that it offloads. It makes views of weights and of
+    buffers that live as long, and of nothing else.
+
     Raises:
         ValueError: the tensor is not pinned.
     """
     from vllm.platforms import current_platform
 
+    if not cpu_tensor.numel():  # there is nothing to share, and nothing of it is pinned
+        return torch.empty_like(cpu_tensor, device=current_platform.device_type)
     if not cpu_tensor.is_pinned():
         raise ValueError(
             "vllm_fl: a view on the device needs pinned memory, found a pageable tensor of shape "
@@ -120,6 +127,7 @@ def view_on_device(cpu_tensor: torch.Tensor) -> torch.Tensor:
         )
     module = getattr(torch, current_platform.device_type)
     device = torch.device(current_platform.device_type, module.current_device())
+    _viewed.append(cpu_tensor)
     return _at(cpu_tensor.untyped_storage().data_ptr(), device, cpu_tensor)
 
 

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import gc
 import json
 import os
 import subprocess
@@ -13,7 +14,8 @@ from typing import Any
 import pytest
 import torch
 
-from vllm_fl.vllm_plugin import shims
+from vllm_fl.backends.vendor.devices import device_of
+from vllm_fl.vllm_plugin import device_queries, shims
 
 
 @pytest.fixture(scope="module")
@@ -96,3 +98,40 @@ def test_a_weak_reference_sees_the_memory_with_its_sizes_and_strides() -> None:
     owner.add_(1)
     assert torch.equal(weak, owner)
     assert weak.untyped_storage().data_ptr() == owner.untyped_storage().data_ptr()
+
+
+class Chips:
+    """torch's module of a device type, of which the process sees one chip."""
+
+    @staticmethod
+    def get_device_name(index: int) -> str:
+        return ["the chip that is seen"][index]
+
+
+def test_torch_is_asked_for_the_chip_among_those_that_the_process_sees(monkeypatch) -> None:
+    monkeypatch.setattr(torch, "musa", Chips, raising=False)
+    device = device_of("mthreads")
+    assert device_queries.name(device, 0, lambda index: 3) == "the chip that is seen"
+
+
+def test_nvml_is_asked_for_the_chip_of_the_machine(monkeypatch) -> None:
+    asked = []
+    monkeypatch.setattr(
+        device_queries, "_ask_nvml", lambda index, ask: asked.append(index) or "NVIDIA H200"
+    )
+    assert device_queries.name(device_of("cuda"), 0, lambda index: 3) == "NVIDIA H200"
+    assert asked == [3]
+
+
+def test_what_a_view_shows_stays_when_nobody_else_keeps_it(monkeypatch) -> None:
+    monkeypatch.setattr(torch.Tensor, "is_pinned", lambda self: True)
+    monkeypatch.setattr(torch.cpu, "current_device", lambda: 0)
+    at = shims._at  # the CPU stands in for a device that sees the host's memory
+    monkeypatch.setattr(shims, "_at", lambda a, _, like: at(a, torch.device("cpu"), like))
+    owner = torch.full((1 << 24,), 7.0)
+    view = shims.view_on_device(owner)
+    del owner
+    gc.collect()
+    assert view[5].item() == 7.0
+    assert shims.view_on_device(torch.empty(0, 3)).shape == (0, 3)
+    shims._viewed.clear()
