@@ -5,8 +5,9 @@
                                    [--attention TRITON_ATTN] [--stock] [--repeat 3]
     python benchmarks/gpu/model.py compare A.json B.json
 
-MODEL is q06 or q4: the shapes of Qwen3-0.6B and -4B with weights from a seeded N(0, 1/fan_in);
-vLLM's own dummy weights make the network alternate two tokens, which hides wrong kernels.
+MODEL is q06 or q4: the shapes of Qwen3-0.6B and -4B, or moe: a small Qwen3-MoE of 8 layers with 32
+experts, 8 of them for each token. Weights come from a seeded N(0, 1/fan_in): vLLM's own dummy
+weights make the network alternate two tokens, which hides wrong kernels.
 `decode-graph` is CUDA graphs for decode without Inductor, `graph` is vLLM's default. --stock runs
 without the plugin. Configurations are ranked by GPU microseconds per decode step
 (torch.profiler, kernels only), which repeat within 1 %; tokens per second of a small model are
@@ -25,7 +26,7 @@ import zlib
 from pathlib import Path
 from typing import Any
 
-SHAPES: dict[str, dict[str, int]] = {
+SHAPES: dict[str, dict[str, Any]] = {
     "q06": {
         "hidden_size": 1024,
         "intermediate_size": 3072,
@@ -37,6 +38,20 @@ SHAPES: dict[str, dict[str, int]] = {
         "intermediate_size": 9728,
         "num_hidden_layers": 36,
         "num_attention_heads": 32,
+    },
+    "moe": {
+        "architectures": ["Qwen3MoeForCausalLM"],
+        "model_type": "qwen3_moe",
+        "hidden_size": 1024,
+        "intermediate_size": 3072,
+        "num_hidden_layers": 8,
+        "num_attention_heads": 16,
+        "num_experts": 32,
+        "num_experts_per_tok": 8,
+        "moe_intermediate_size": 512,
+        "norm_topk_prob": True,
+        "decoder_sparse_step": 1,
+        "mlp_only_layers": [],
     },
 }
 COMMON: dict[str, Any] = {
@@ -63,6 +78,9 @@ MODES: dict[str, dict[str, Any]] = {
     "decode-graph": {"compilation_config": {"mode": 0, "cudagraph_mode": "FULL_DECODE_ONLY"}},
     "graph": {},
 }
+MOE_OPTIONS: dict[str, Any] = {"moe_backend": "triton"}
+"""vLLM's other experts keep their weights in another order, so that the same seed would give them
+another model."""
 BATCHES = (1, 32)
 STEPS = (17, 33)
 
@@ -111,6 +129,8 @@ def run(arguments: argparse.Namespace) -> None:
     from vllm import LLM, SamplingParams
 
     options = dict(MODES[arguments.mode])
+    if "num_experts" in SHAPES[arguments.model]:
+        options.update(MOE_OPTIONS)
     if arguments.attention:
         options["attention_backend"] = arguments.attention
     start = time.perf_counter()
