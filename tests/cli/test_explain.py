@@ -212,7 +212,7 @@ def test_for_another_device_its_own_shipped_policy_counts_and_is_left_behind_aft
     data = explain(manager, "silu_and_mul", vendor="cuda")
     assert data["winner"]["impl_id"] == "vendor.cuda"
     (order,) = data["policy"].values()
-    assert order["source"].startswith("shipped policy cuda.yaml:")
+    assert order["source"].startswith("shipped policy nvidia.yaml:")
     assert manager.device == here
     assert manager.policy_in_force.order_for("silu_and_mul", "eager") == ()
 

@@ -526,18 +526,28 @@ def test_whoever_prefers_a_kind_does_without_the_orders_of_the_shipped_policy(
         ("NVIDIA H200", "nvidia_h200.yaml"),
         ("NVIDIA H200 NVL", "nvidia_h200.yaml"),
         ("NVIDIA A100-SXM4-80GB", "nvidia.yaml"),
-        ("", "cuda.yaml"),
-        ("Somebody's GPU", "cuda.yaml"),
+        ("", "nvidia.yaml"),
+        ("Tesla T4", "nvidia.yaml"),
     ],
 )
 def test_the_most_particular_shipped_policy_of_a_device_counts(tmp_path, product, found) -> None:
-    for name in ("nvidia.yaml", "nvidia_h200.yaml", "cuda.yaml"):
+    for name in ("nvidia.yaml", "nvidia_h200.yaml", "cuda.yaml"):  # the last one is nobody's
         (tmp_path / name).touch()
     assert shipped_policy(DeviceFacts("cuda", "cuda", product), tmp_path) == tmp_path / found
 
 
 def test_a_device_without_a_shipped_policy_has_none(tmp_path) -> None:
     assert shipped_policy(DeviceFacts("nobody", "cpu"), tmp_path) is None
+
+
+def test_a_shipped_policy_may_name_an_implementation_that_this_build_lacks(tmp_path: Path) -> None:
+    registry = OpRegistry()
+    registry.register_impl(make_impl("vendor.cpu"))
+    shipped = tmp_path / "shipped.yaml"
+    shipped.write_text("op_backends:\n  scale: [impl:vendor.cpu.fl, vendor:cpu]\n")
+    load_config({}, shipped=shipped).check_against(registry.snapshot())
+    with pytest.raises(ConfigError, match='unknown implementation of scale "vendor.cpu.fl"'):
+        load_config({"VLLM_FL_CONFIG": str(shipped)}).check_against(registry.snapshot())
 
 
 def test_a_broken_shipped_policy_is_named_without_its_folder(tmp_path: Path) -> None:

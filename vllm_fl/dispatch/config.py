@@ -35,6 +35,10 @@ from .settings import (
 from .types import DeviceFacts
 
 ADDITIONAL_CONFIG = "--additional-config vllm_fl"
+SHIPPED = "shipped policy"
+
+_COMPANIES = {"cuda": "nvidia"}
+"""Vendors whose products bear another name than theirs here."""
 
 __all__ = [
     "ADDITIONAL_CONFIG",
@@ -125,7 +129,7 @@ class Config:
                 head, _, tail = token.partition(":")
                 if head == "vendor" and tail:
                     check_names([tail], vendors, what="vendor", source=source, more=more)
-                if head == "impl":
+                if head == "impl" and not source.startswith(SHIPPED):  # a build may lack some
                     impls = snapshot.impls_by_op.get(op_name, ())
                     if not any(token_matches(token, impl) for impl in impls):
                         check_names(
@@ -210,7 +214,7 @@ def load_config(
     if path:
         given.append(_from_file(Path(path), f"{PREFIX}CONFIG={path}"))
     if shipped is not None:
-        policy = _from_file(shipped, "shipped policy", label=f"shipped policy {shipped.name}")
+        policy = _from_file(shipped, SHIPPED, label=f"{SHIPPED} {shipped.name}")
         if any("prefer" in source.values for source in given):
             # Its orders say which kind is best here; whoever prefers a kind has said otherwise.
             policy.values.pop("op_backends", None)
@@ -224,13 +228,14 @@ def load_config(
 def shipped_policy(device: DeviceFacts, folder: Path | None = None) -> Path | None:
     """The policy file that ships with vllm_fl for a device, or None.
 
-    The most particular one counts: for "NVIDIA H200" `nvidia_h200.yaml`, else `nvidia.yaml`, else
-    the vendor's, `cuda.yaml`.
+    The most particular one counts: for "NVIDIA H200" `nvidia_h200.yaml`, else `nvidia.yaml`, which
+    is the vendor's too: for "Tesla T4", and where the product's name is not known.
     """
     folder = folder or Path(__file__).parent.parent / "policies"
     words = re.findall(r"[a-z0-9]+", device.name.lower())
     names = ["_".join(words[:count]) for count in range(len(words), 0, -1)]
-    paths = (folder / f"{name}.yaml" for name in (*names, device.vendor))
+    vendor = _COMPANIES.get(device.vendor, device.vendor)
+    paths = (folder / f"{name}.yaml" for name in (*names, vendor))
     return next((path for path in paths if path.is_file()), None)
 
 
