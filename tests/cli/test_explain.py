@@ -7,6 +7,7 @@ import pytest
 
 from tests.cli import samples
 from tests.cli.helpers import run, text_of, untold
+from vllm_fl.backends.vendor.device_table import DEVICES
 from vllm_fl.cli.errors import CommandError, UsageError
 from vllm_fl.cli.explain import explain, render
 from vllm_fl.cli.main import main
@@ -73,6 +74,7 @@ def test_another_vendors_device_is_told_with_what_was_assumed_and_what_is_missin
         "arch": "",
         "assumed": True,
         "assumed_modules": ["acme_kernels"],
+        "absent_modules": [],
         "device_class": "acme",
     }
     assert said(data)["vendor.cpu"] == "runs on cpu, this device is acme"
@@ -217,13 +219,83 @@ def test_for_another_device_its_own_shipped_policy_counts_and_is_left_behind_aft
     assert manager.policy_in_force.order_for("silu_and_mul", "eager") == ()
 
 
-def test_an_ascend_without_flaggems_runs_its_own_vendors_operators(capfd) -> None:
-    asked = ["explain", "rms_norm", "--vendor", "ascend", "--without", "flag_gems", "--json"]
-    assert main(asked) == 0
+# ------------------------------------------------------------- what is installed elsewhere
+
+
+def asked_of(vendor: str, *more: str) -> list[str]:
+    return ["explain", "rms_norm", "--vendor", vendor, *more, "--json"]
+
+
+def test_an_ascend_runs_its_own_vendors_operators_and_flaggems_is_not_assumed(capfd) -> None:
+    assert main(asked_of("ascend")) == 0
     told = json.loads(capfd.readouterr().out)
     assert told["winner"]["impl_id"] == "vendor.ascend"
-    reasons = {loser["impl_id"]: loser["reason"] for loser in told["losers"]}
-    assert reasons["default.flaggems"] == "requires flag_gems, not installed"
+    reasons = said(told)
+    assert reasons["default.flaggems"] == (
+        "requires triton, flag_gems, sqlalchemy, not assumed to be installed there"
+    )
     assert reasons["vendor.cpu"] == "runs on cpu, this device is npu"
     assert reasons["reference.torch"] == "priority 50 is below vendor.ascend's 100"
-    assert "flag_gems" not in told["device"]["assumed_modules"]
+    known = {entry["impl_id"] for entry in told["registered"]}
+    assert set(reasons) == known - {"vendor.ascend"}
+    assert all(reasons.values())
+    assert told["device"]["assumed_modules"] == ["torch", "torch_npu"]
+    assert told["device"]["absent_modules"] == ["triton", "flag_gems", "sqlalchemy"]
+
+
+def test_flaggems_can_be_assumed_with_all_that_it_requires(capfd) -> None:
+    assert main(asked_of("ascend", "--with", "flag_gems")) == 0
+    told = json.loads(capfd.readouterr().out)
+    assert told["winner"]["impl_id"] == "default.flaggems"
+    assert said(told)["vendor.ascend"] == "priority 100 is below default.flaggems's 150"
+    assert {"flag_gems", "triton", "torch_npu"} <= set(told["device"]["assumed_modules"])
+    assert told["device"]["absent_modules"] == []
+
+
+def test_without_its_own_vendors_stack_the_reference_is_left(capfd) -> None:
+    assert main(asked_of("ascend", "--without", "torch_npu")) == 0
+    told = json.loads(capfd.readouterr().out)
+    assert told["winner"]["impl_id"] == "reference.torch"
+    assert said(told)["vendor.ascend"] == "requires torch_npu, not assumed to be installed there"
+
+
+def test_what_this_machine_has_installed_says_nothing_about_another() -> None:
+    """What FlagGems requires here is there: torch itself."""
+    manager = samples.manager()
+    here = type("Gems", (samples.Kernels,), {"requires": ("numpy",), "device_types": ("acme",)})()
+    manager.registry.register_impl(samples.impls_of(here, "default.gems", 150)[0])
+    data = explain(manager, "silu_and_mul", vendor="acme")
+    assert data["winner"]["impl_id"] == "vendor.acme"
+    assert said(data)["default.gems"] == "requires numpy, not assumed to be installed there"
+    assert "not assumed to be installed there: numpy; --with assumes" in text_of(render, data)
+    data = explain(manager, "silu_and_mul", vendor="acme", also=["numpy"])
+    assert data["winner"]["impl_id"] == "default.gems"
+
+
+@pytest.mark.parametrize("info", DEVICES, ids=lambda info: info.name)
+def test_each_of_the_fourteen_vendors_is_explained_from_here(info) -> None:
+    manager = OpManager(config=Config())
+    manager.ensure_initialized()
+    own = {"ascend": "vendor.ascend", "cuda": "vendor.cuda", "rocm": "vendor.cuda"}
+    data = explain(manager, "rms_norm", vendor=info.name)
+    assert data["winner"]["impl_id"] == own.get(info.name, "reference.torch")
+    assert len(data["losers"]) == len(data["registered"]) - 1
+    assert all(loser["reason"] for loser in data["losers"])
+    if info.flaggems is None:
+        assert "runs on" in said(data)["default.flaggems"]
+        return
+    assert "flag_gems" in data["device"]["absent_modules"]
+    data = explain(manager, "rms_norm", vendor=info.name, also=["flag_gems"])
+    measured = ("vendor.cuda",) if info.name == "cuda" else ()  # its shipped policy
+    assert data["winner"]["impl_id"] in (*measured, "default.flaggems")
+
+
+@pytest.mark.parametrize("option", ("also", "without"))
+def test_a_module_that_nothing_there_requires_is_wrong_usage(option: str) -> None:
+    said = (
+        r"no implementation for acme requires the module 'acme_kernel'; valid: acme_kernels\. Did"
+    )
+    with pytest.raises(UsageError, match=said):
+        explain(samples.manager(), "rms_norm", vendor="acme", **{option: ["acme_kernel"]})
+    with pytest.raises(UsageError, match="add --vendor"):
+        explain(samples.manager(), "rms_norm", **{option: ["acme_kernels"]})

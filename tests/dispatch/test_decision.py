@@ -454,6 +454,7 @@ def test_a_what_if_answers_for_another_device_and_says_what_it_assumed() -> None
         "arch": "",
         "assumed": True,
         "assumed_modules": ["torch_npu_that_is_not_installed"],
+        "absent_modules": [],
     }
 
 
@@ -494,6 +495,7 @@ def test_a_decision_is_json_of_a_fixed_shape() -> None:
             "arch": "",
             "assumed": False,
             "assumed_modules": [],
+            "absent_modules": [],
         },
         "mode": "eager",
         "winner": {

@@ -6,14 +6,15 @@ from __future__ import annotations
 import argparse
 import ast
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import Any, TextIO
 
 from ..backends.vendor.devices import facts_of
 from ..dispatch.decision import Call, Decision
-from ..dispatch.errors import ConfigError, UnknownOpError
+from ..dispatch.errors import ConfigError, UnknownOpError, did_you_mean
 from ..dispatch.manager import OpManager
 from ..dispatch.policy import MODES
-from ..dispatch.types import DeviceFacts, OpImpl, is_installed
+from ..dispatch.types import BackendImplKind, DeviceFacts, OpImpl, is_installed
 from .child import survey
 from .errors import CommandError, UsageError
 from .output import emit, print_table
@@ -50,7 +51,21 @@ def add_parser(commands: Any) -> None:
     parser.add_argument(
         "--mode", choices=MODES, default="eager", help="eager (default) or compiled"
     )
-    parser.add_argument("--vendor", metavar="NAME", help="decide for this vendor's device")
+    parser.add_argument(
+        "--vendor",
+        metavar="NAME",
+        help="decide for this vendor's device; what the vendor's own implementations require is "
+        "assumed to be installed there, and FlagGems is not",
+    )
+    parser.add_argument(
+        "--with",
+        dest="also",
+        action="append",
+        default=[],
+        metavar="MODULE",
+        help="with --vendor: assume this module installed there, e.g. flag_gems, and what is "
+        "required together with it; may be repeated",
+    )
     parser.add_argument(
         "--without",
         action="append",
@@ -95,6 +110,7 @@ def run(arguments: argparse.Namespace) -> int:
         values=dict(arguments.set),
         mode=arguments.mode,
         vendor=arguments.vendor,
+        also=arguments.also,
         without=arguments.without,
     )
     emit(data, render, as_json=arguments.json)
@@ -110,6 +126,7 @@ def explain(
     values: Mapping[str, Any] | None = None,
     mode: str = "eager",
     vendor: str | None = None,
+    also: Sequence[str] = (),
     without: Sequence[str] = (),
 ) -> dict[str, Any]:
     """The decision as data.
@@ -120,7 +137,11 @@ def explain(
         dtype: the dtype under test, by name.
         values: scalar argument to its value.
         mode: "eager" or "compiled".
-        vendor: decide for this vendor's device, whatever this machine has.
+        vendor: decide for this vendor's device, whatever this machine has. What vendors'
+            implementations and the reference require is assumed to be installed there, what
+            others (FlagGems) require is not.
+        also: modules that are assumed installed there too, with what implementations that require
+            them require.
         without: modules that are not assumed installed there.
 
     Returns:
@@ -129,7 +150,7 @@ def explain(
         requires, and what of that is missing here).
 
     Raises:
-        UsageError: nobody knows the op, vendor, dtype or argument, or a shape does not fit.
+        UsageError: nobody knows the op, vendor, dtype, argument or module, or a shape does not fit.
     """
     snapshot = manager.registry.snapshot()
     impls = snapshot.impls_by_op.get(op, ())
@@ -141,9 +162,9 @@ def explain(
             raise UsageError(str(error)) from None
     registered = [_registered(impl) for impl in impls]
     if vendor is not None:
-        modules = (module for entry in registered for module in _assumed(entry, device))
-        assumed_modules = tuple(m for m in dict.fromkeys(modules) if m not in without)
-        device = _replace(device, assumed_modules)
+        device = _there(device, impls, also, without)
+    elif also or without:
+        raise UsageError("--with and --without are about another vendor's device; add --vendor")
     contract = _contract(op)
     layer = contract is not None and any(
         site.device_types is None or device.device_type in site.device_types
@@ -225,20 +246,42 @@ def _registered(impl: OpImpl) -> dict[str, Any]:
     }
 
 
-def _assumed(entry: Mapping[str, Any], device: DeviceFacts) -> list[str]:
-    """What an implementation for the device lacks on this machine."""
-    fits = all(
-        allowed is None or found in allowed
-        for allowed, found in (
-            (entry["device_types"], device.device_type),
-            (entry["vendors"], device.vendor),
-        )
+def _there(
+    device: DeviceFacts, impls: Sequence[OpImpl], also: Sequence[str], without: Sequence[str]
+) -> DeviceFacts:
+    """The device with what is taken to be installed beside it, and what is not.
+
+    A vendor's own stack is what its chips are sold with; FlagGems is somebody's choice. What this
+    machine has installed says nothing about another one.
+    """
+    fitting = [
+        (impl.kind, tuple(impl.backend.requires))
+        for impl in impls
+        if impl.backend is not None and _fits(impl.backend, device)
+    ]
+    required = dict.fromkeys(module for _, modules in fitting for module in modules)
+    for module in (*also, *without):
+        if module not in required:
+            raise UsageError(
+                f"no implementation for {device.device_class} requires the module '{module}'; "
+                f"valid: {', '.join(required) or 'none'}.{did_you_mean(module, required)}"
+            )
+    assumed = dict.fromkeys(
+        module
+        for kind, modules in fitting
+        if kind is not BackendImplKind.DEFAULT or set(modules) & set(also)
+        for module in modules
+        if module not in without
     )
-    return entry["missing"] if fits else []
+    absent = tuple(module for module in required if module not in assumed)
+    return replace(device, assumed_modules=tuple(assumed), absent_modules=absent)
 
 
-def _replace(device: DeviceFacts, modules: tuple[str, ...]) -> DeviceFacts:
-    return DeviceFacts(device.vendor, device.device_type, assumed=True, assumed_modules=modules)
+def _fits(backend: Any, device: DeviceFacts) -> bool:
+    vendors = getattr(backend, "vendors", None)
+    return (backend.device_types is None or device.device_type in backend.device_types) and (
+        vendors is None or device.vendor in vendors
+    )
 
 
 def _as_data(decision: Decision) -> dict[str, Any]:
@@ -269,6 +312,11 @@ def render(data: Mapping[str, Any], stream: TextIO) -> None:
             lines.append(f"  {what}: {said}")
     if device["assumed_modules"]:
         lines.append(f"  assumed to be installed there: {', '.join(device['assumed_modules'])}")
+    if device["absent_modules"]:
+        lines.append(
+            f"  not assumed to be installed there: {', '.join(device['absent_modules'])}; "
+            "--with assumes a module"
+        )
     lines.append(f"  {_ASKED[data['asked']]}")
     if not data["enabled"]:
         lines.append("  but vllm_fl is switched off: vLLM runs as without it")

@@ -131,6 +131,7 @@ class Decision:
                 "arch": self.device.arch,
                 "assumed": self.device.assumed,
                 "assumed_modules": list(self.device.assumed_modules),
+                "absent_modules": list(self.device.absent_modules),
             },
             "mode": self.mode,
             "winner": winner,
@@ -151,6 +152,8 @@ class Decision:
             lines.append(f"  policy {name} = {entry['value']} (from {entry['source']})")
         if self.device.assumed_modules:
             lines.append(f"  assumed installed: {', '.join(self.device.assumed_modules)}")
+        if self.device.absent_modules:
+            lines.append(f"  not assumed installed: {', '.join(self.device.absent_modules)}")
         return "\n".join(lines)
 
 

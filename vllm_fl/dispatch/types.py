@@ -111,6 +111,7 @@ class DeviceFacts:
         arch: an architecture or instruction-set word where known, e.g. "sm_90".
         assumed: True when the facts were stated for a what-if, not observed here.
         assumed_modules: modules that a what-if takes as installed.
+        absent_modules: modules that a what-if takes as not installed, whatever this machine has.
     """
 
     vendor: str
@@ -119,6 +120,7 @@ class DeviceFacts:
     arch: str = ""
     assumed: bool = False
     assumed_modules: tuple[str, ...] = ()
+    absent_modules: tuple[str, ...] = ()
 
     @property
     def device_class(self) -> str:
@@ -284,8 +286,7 @@ class OpImpl:
             refusal = _device_verdict(backend, device) if device is not None else None
             if refusal is not None:
                 return refusal
-            assumed = device.assumed_modules if device is not None else ()
-            refusal = _requires_verdict(backend, assumed)
+            refusal = _requires_verdict(backend, device)
             if refusal is not None:
                 return refusal
         if device is not None and device.assumed:
@@ -330,7 +331,11 @@ def _device_verdict(backend: BackendLike, device: DeviceFacts) -> Rejected | Non
     return None
 
 
-def _requires_verdict(backend: BackendLike, assumed: tuple[str, ...]) -> Rejected | None:
+def _requires_verdict(backend: BackendLike, device: DeviceFacts | None) -> Rejected | None:
+    assumed = device.assumed_modules if device is not None else ()
+    absent = device.absent_modules if device is not None else ()
+    if out := [m for m in backend.requires if m in absent]:
+        return Rejected(f"requires {', '.join(out)}, not assumed to be installed there", "requires")
     missing = [m for m in backend.requires if m not in assumed and not is_installed(m)]
     if not missing:
         return None

@@ -31,6 +31,7 @@ class FlagGemsBackend(Backend):
     impl_id = "default.flaggems"
     kind = BackendImplKind.DEFAULT
     device_types = tuple(sorted(_DEVICE_TYPES))
+    vendors = tuple(GEMS_VENDORS)
     requires = ("torch", "triton", "flag_gems", "sqlalchemy")
 
     def __init__(self) -> None:
