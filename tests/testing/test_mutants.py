@@ -11,6 +11,7 @@ import torch.nn.functional as F
 from tests.testing import mutants_dense, mutants_sparse
 from tests.testing.mutants import Mutant, implementation
 from vllm_fl.ops.activation import SILU_AND_MUL
+from vllm_fl.ops.moe_blocks import MOE_ALIGN_BLOCK_SIZE
 from vllm_fl.ops.normalization import FUSED_ADD_RMS_NORM, RMS_NORM
 from vllm_fl.ops.rotary import ROTARY_EMBEDDING
 from vllm_fl.testing import check_implementation
@@ -78,6 +79,23 @@ def rotary_in_place(positions, query, key, head_size, cos_sin_cache, is_neox):
     return query.copy_(found[0]), None if key is None else key.copy_(found[1])
 
 
+def sorted_in_another_order_each_time(
+    topk_ids,
+    block_size,
+    num_experts,
+    expert_map=None,
+    pad_sorted_ids=False,
+    ignore_invalid_experts=False,
+):
+    """As kernels with atomic counters do: the order within an expert's blocks is open."""
+    order = torch.randperm(topk_ids.numel())
+    shuffled = topk_ids.reshape(-1)[order].reshape(topk_ids.shape)
+    rest = (block_size, num_experts, expert_map, pad_sorted_ids, ignore_invalid_experts)
+    sorted_ids, experts, used = MOE_ALIGN_BLOCK_SIZE.reference(shuffled, *rest)
+    back = torch.cat((order, torch.tensor([topk_ids.numel()]))).int()
+    return back[sorted_ids.long()], experts, used
+
+
 RIGHT = [
     implementation(SILU_AND_MUL, silu_in_half_precision),
     implementation(SILU_AND_MUL, silu_rounded_once, batch_invariant=True),
@@ -93,3 +111,9 @@ def test_a_right_implementation_that_rounds_once_or_twice_passes(impl) -> None:
     report = check_implementation(impl, compile=False)
     assert report.passed, report
     assert {result.dtype for result in report.results} == {"bfloat16", "float16", "float32"}
+
+
+def test_an_order_that_the_contract_leaves_open_may_change_from_call_to_call() -> None:
+    impl = implementation(MOE_ALIGN_BLOCK_SIZE, sorted_in_another_order_each_time)
+    report = check_implementation(impl, compile=False)
+    assert report.passed, report

@@ -89,6 +89,12 @@ def _rope(heads: int, kv_heads: int) -> tuple[object, ...]:
         ("fused_add_rms_norm", _norm((7, 45)), "45 is not a multiple of 8", _norm((7, 48))),
         ("fused_add_rms_norm", _norm((64,)), "x has 1 dimensions", _norm((1, 64))),
         ("rms_norm", (_norm((64,))[0], None, 1e-6), "x has 1 dim", (_norm((1, 64))[0], None, 1e-6)),
+        (
+            "moe_align_block_size",
+            (torch.zeros(3, 2, dtype=torch.int32), 16, 1025),
+            "1025 experts; the kernel takes 1024",
+            (torch.zeros(3, 2, dtype=torch.int32), 16, 1024),
+        ),
         ("rotary_embedding", _rope(3, 2), "no multiple of key's", _rope(4, 2)),
         (
             "per_token_group_quant_fp8",

@@ -61,7 +61,8 @@ def _gelu_and_mul(x: torch.Tensor, approximate: str) -> torch.Tensor:
     batch_invariant=True,
 )
 def gelu_and_mul(x: torch.Tensor, approximate: str = "none") -> torch.Tensor:
-    """x: (..., 2 * d), any strides -> (..., d); approximate: "none" or "tanh"."""
+    """x: (..., 2 * d), any strides -> (..., d), contiguous; approximate: "none" or "tanh"."""
     if not x.numel():
         return x.new_empty(*x.shape[:-1], x.shape[-1] // 2)
-    return _gelu_and_mul(x, approximate)
+    # It keeps the order of permuted dimensions.
+    return _gelu_and_mul(x, approximate).contiguous()

@@ -77,7 +77,7 @@ def _assembled(turned: torch.Tensor, like: torch.Tensor, head_size: int) -> torc
     if rotary_dim != head_size:
         kept = _heads(like, head_size)[..., rotary_dim:]
         turned = torch.cat((turned, kept), dim=-1)
-    return turned.view(like.shape)
+    return turned.contiguous().view(like.shape)  # the kernel keeps the order of dimensions
 
 
 @backend.implements(

@@ -8,6 +8,9 @@ import torch
 from ..cuda import backend
 from .common import apart, fits, short, tensor_reason
 
+MOST_EXPERTS = 1024
+"""That moe_align_block_size has threads for."""
+
 
 def _supports_softmax(
     gating_output: torch.Tensor,
@@ -85,6 +88,8 @@ def _supports_align(
         return f"the tensor is on {topk_ids.device.type}"
     if (elsewhere := apart(topk_ids, expert_map=expert_map)) is not None:
         return elsewhere
+    if num_experts > MOST_EXPERTS:
+        return f"there are {num_experts} experts; the kernel takes {MOST_EXPERTS}"
     if topk_ids.dtype not in (torch.int32, torch.int64):
         return f"topk_ids are {short(topk_ids.dtype)}, not int32 or int64"
     return topk_ids.is_contiguous() or "topk_ids is not contiguous"
@@ -110,6 +115,8 @@ def moe_align_block_size(
     experts = torch.empty(-(-entries // block_size), dtype=torch.int32, device=device)
     used = torch.empty(1, dtype=torch.int32, device=device)
     kept = expert_map if ignore_invalid_experts else None
+    # An id below zero is an address in front of the kernel's counters; it leaves out larger ones.
+    topk_ids = topk_ids.masked_fill(topk_ids < 0, num_experts)
     torch.ops._moe_C.moe_align_block_size(
         topk_ids, num_experts, block_size, sorted_ids, experts, used, kept
     )
