@@ -493,7 +493,7 @@ def test_the_policy_shipped_for_the_device_is_used_and_gives_way_to_the_environm
         return path if path.is_file() else None
 
     (tmp_path / "acme.yaml").write_text("op_backends:\n  scale: [reference]\n")
-    monkeypatch.setattr("vllm_fl.dispatch.manager.shipped_policy", shipped)
+    monkeypatch.setattr("vllm_fl.dispatch.packaged.shipped_policy", shipped)
     manager = OpManager(device=CPU)
     manager.registry.register_many([make_impl("vendor.acme"), make_impl("reference.torch")])
     assert winner(manager) == "vendor.acme"
@@ -584,7 +584,7 @@ def test_a_policy_helper_starts_from_the_whole_base_policy(
 ) -> None:
     shipped = tmp_path / "cpu.yaml"
     shipped.write_text("prefer: reference\n")
-    monkeypatch.setattr("vllm_fl.dispatch.manager.shipped_policy", lambda device: shipped)
+    monkeypatch.setattr("vllm_fl.dispatch.packaged.shipped_policy", lambda device: shipped)
     reset_default_manager()
     with with_strict_mode():  # the first thing that happens in this process
         assert get_default_manager().policy_in_force.prefer == "reference"
@@ -605,7 +605,7 @@ def test_what_a_plugin_resolved_before_the_policy_was_complete_is_resolved_again
     )
     monkeypatch.syspath_prepend(str(tmp_path))
     monkeypatch.setenv("VLLM_FL_PLUGIN_MODULES", "early_plugin")
-    monkeypatch.setattr("vllm_fl.dispatch.manager.shipped_policy", lambda device: shipped)
+    monkeypatch.setattr("vllm_fl.dispatch.packaged.shipped_policy", lambda device: shipped)
     reset_default_manager()
     get_default_manager().ensure_initialized()
     assert call_op("early") == "r"

@@ -1,7 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 from __future__ import annotations
 
-import dataclasses
 import gc
 import json
 from typing import Any
@@ -16,7 +15,7 @@ from vllm_fl.dispatch import (
     RegistrationError,
     SignatureMismatchError,
 )
-from vllm_fl.dispatch.types import Origin, VendorInfo
+from vllm_fl.dispatch.types import API_VERSION, Origin, VendorInfo
 
 from .helpers import SCALE, make_impl, scale
 
@@ -527,15 +526,21 @@ def test_a_guard_of_removals_can_forbid_them_and_nothing_is_removed() -> None:
     assert ids(registry) == ["vendor.acme", "reference.torch"]
 
 
-def test_an_implementation_for_another_api_version_is_refused_with_advice() -> None:
-    impl = make_impl("vendor.acme", lambda x, factor=2: x)
+@pytest.mark.parametrize(
+    ("written_for", "to_update"),
+    [(API_VERSION + 1, "vllm_fl"), (API_VERSION - 1, "vllm-plugin-acme")],
+)
+def test_an_implementation_for_another_api_version_is_refused_with_what_to_update(
+    written_for: int, to_update: str
+) -> None:
     registry = OpRegistry()
-    with pytest.raises(
-        RegistrationError,
-        match=r"was written for version 2 of vllm_fl's API; "
-        r"this is version 1\. Install a newer vllm_fl\.",
-    ):
-        registry.register_impl(dataclasses.replace(impl, api_version=2))
-    with pytest.raises(RegistrationError, match="Install a newer"):
-        registry.register_impl(dataclasses.replace(impl, api_version=0))
+    impl = make_impl("vendor.acme", api_version=written_for)
+    origin = Origin("entry_point", "acme", "vllm-plugin-acme", "1.2.0")
+    with pytest.raises(RegistrationError) as caught, registry.batch(origin):
+        registry.register_impl(impl)
+    assert str(caught.value) == (
+        "implementation 'vendor.acme' of op 'scale' (entry point 'acme', vllm-plugin-acme 1.2.0) "
+        f"was written for version {written_for} of vllm_fl's API; this is version {API_VERSION}. "
+        f"Install a newer {to_update}."
+    )
     assert registry.list_operators() == []

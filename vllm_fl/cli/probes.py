@@ -16,11 +16,12 @@ from typing import Any
 
 from ..backends.vendor.devices import detect, observed
 from ..backends.vendor.devices import survey as sightings
-from ..dispatch.config import Config, load_config, shipped_policy
+from ..dispatch.config import Config, load_config
 from ..dispatch.discovery import discover
 from ..dispatch.errors import ConfigError, DispatchError
 from ..dispatch.log import configure_logging, logger
 from ..dispatch.manager import OpManager
+from ..dispatch.packaged import policy_files
 from ..dispatch.registry import OpRegistry
 from ..dispatch.types import OpImpl, Origin
 from .errors import CommandError, UsageError
@@ -118,7 +119,7 @@ def prepare(tell: Tell, skip: Skip = ()) -> Prepared:
             tell("device")
             device = observed(device)  # as in a worker: a shipped policy may be for the product
         if problem is None:
-            config = load_config(shipped=shipped_policy(device))
+            config = load_config(**policy_files(device, registry.snapshot()))
             notes = [f"Note: {p.name} failed ({p.error})." for p in registry.plugins if not p.ok]
             config.check_against(registry.snapshot(), notes)
     except ConfigError as error:

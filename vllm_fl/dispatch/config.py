@@ -3,7 +3,8 @@
 
 Sources merge key by key, the first that speaks wins: environment, then vLLM's
 ``--additional-config '{"vllm_fl": {...}}'``, then the file named by VLLM_FL_CONFIG, then the
-device's shipped policy, then the default. ``op_backends`` merges op by op; deny lists unite.
+policies of packages for the device, then the device's shipped policy, then the default.
+``op_backends`` merges op by op; deny lists unite.
 """
 
 from __future__ import annotations
@@ -191,6 +192,7 @@ def load_config(
     environ: Mapping[str, str] | None = None,
     additional: Mapping[str, Any] | None = None,
     shipped: Path | None = None,
+    packaged: Sequence[tuple[Path, str]] = (),
 ) -> Config:
     """Read, check and merge every source.
 
@@ -198,6 +200,7 @@ def load_config(
         environ: the environment; None reads os.environ.
         additional: the "vllm_fl" entry of vLLM's additional_config.
         shipped: the device's shipped policy file.
+        packaged: policy files of packages, each with what stands for its folder in places.
 
     Raises:
         ConfigError: naming the variable, or file and line, the value and the valid ones.
@@ -210,13 +213,24 @@ def load_config(
     given = [from_environ]
     if additional is not None:
         given.append(_from_additional(additional))
-    path = from_environ.values.get("config")
-    if path:
-        given.append(_from_file(Path(path), f"{PREFIX}CONFIG={path}"))
+    named = from_environ.values.get("config")
+    if named:
+        given.append(_from_file(Path(named), f"{PREFIX}CONFIG={named}"))
+    # The orders of the rest say which kind is best here; whoever prefers a kind has said otherwise.
+    kind_is_given = any("prefer" in source.values for source in given)
+    for path, label in packaged:
+        policy = _from_file(path, label, label=f"{label}, {path.name}")
+        others = [key for key in policy.values if key != "op_backends"]
+        if others:
+            raise ConfigError(
+                f"{policy.places[others[0]]}: a package orders implementations (op_backends) and "
+                f"nothing else; found {others[0]}"
+            )
+        if not kind_is_given:
+            given.append(policy)
     if shipped is not None:
         policy = _from_file(shipped, SHIPPED, label=f"{SHIPPED} {shipped.name}")
-        if any("prefer" in source.values for source in given):
-            # Its orders say which kind is best here; whoever prefers a kind has said otherwise.
+        if kind_is_given:
             policy.values.pop("op_backends", None)
         for white, black in EXCLUSIVE:
             if any(white in source.values for source in given):

@@ -13,7 +13,7 @@ from typing import Any
 from .availability import Availability
 from .binding import Binding, compose, native_binding, reachable
 from .builtin_ops import DEVICE_PROBE
-from .config import Config, load_config, shipped_policy, sources_in_context
+from .config import Config, load_config, sources_in_context
 from .decision import Call, Decision, decide
 from .discovery import PluginRecord, discover
 from .errors import (
@@ -28,6 +28,7 @@ from .freezing import LATE, frozen_text, order_text, with_late_ones
 from .log import configure_logging, logger
 from .memory import remember
 from .notes import annotate
+from .packaged import policy_files
 from .policy import PolicyScope, SelectionPolicy, active_scope
 from .registry import OpRegistry, OpRegistrySnapshot
 from .summary import hello
@@ -109,7 +110,8 @@ class OpManager:
 
     def read_config(self, additional: Mapping[str, Any] | None = None) -> Config:
         """Read every source anew; `additional` is vLLM's additional_config["vllm_fl"]."""
-        return load_config(additional=additional, shipped=shipped_policy(self.device))
+        files = policy_files(self.device, self._registry.snapshot())
+        return load_config(additional=additional, **files)
 
     @property
     def base_policy(self) -> SelectionPolicy:

@@ -9,12 +9,13 @@ import threading
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
+from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
 from .errors import DuplicateImplementationError, RegistrationError, did_you_mean
 from .fork import reset_in_child
-from .types import API_VERSION, OpImpl, OpSignature, Origin, VendorInfo
+from .types import API_VERSION, OpImpl, OpSignature, Origin, PolicyFolder, VendorInfo
 
 __all__ = ["OpRegistry", "OpRegistrySnapshot"]
 
@@ -28,6 +29,7 @@ class _State:
     declarations: Mapping[str, OpSignature]
     vendors: Mapping[str, VendorInfo]
     generation: int
+    policies: tuple[PolicyFolder, ...] = ()
 
 
 _EMPTY = _State({}, {}, {}, 0)
@@ -42,12 +44,14 @@ class OpRegistrySnapshot:
         declarations: op name to its signature.
         vendors: vendor name to what is known of it.
         generation: grows by one with every change of the registry.
+        policies: folders of policies that packages brought.
     """
 
     impls_by_op: Mapping[str, tuple[OpImpl, ...]]
     declarations: Mapping[str, OpSignature]
     vendors: Mapping[str, VendorInfo]
     generation: int
+    policies: tuple[PolicyFolder, ...] = ()
 
     def known_vendors(self) -> dict[str, VendorInfo]:
         """Every vendor by name: those that were declared, among them the device table's, and
@@ -176,6 +180,23 @@ class OpRegistry:
             self._swap(replace(self._state, vendors={**self._state.vendors, vendor.name: vendor}))
             self._record("vendor", vendor.name, "", None)
 
+    def add_policies(self, folder: str | Path) -> None:
+        """Bring the policies of a package, after what it registers: a folder of YAML files that
+        hold `op_backends`, each named as the device or vendor that it is for, e.g. acme.yaml.
+
+        Raises:
+            RegistrationError: a file is not right, or orders what another package orders; says
+                where, and what is valid.
+        """
+        from .packaged import check_folder
+
+        with self._lock:
+            origin = self._current_origin(str(folder))
+            brought = PolicyFolder(Path(folder), origin)
+            check_folder(brought, self.snapshot())
+            self._swap(replace(self._state, policies=(*self._state.policies, brought)))
+            self._record("policies", "", "", brought)
+
     def get_signature(self, op_name: str) -> OpSignature | None:
         """The declaration of an op, or None."""
         return self._state.declarations.get(op_name)
@@ -259,7 +280,7 @@ class OpRegistry:
             return True
 
     def clear(self) -> None:
-        """Remove every implementation. Declarations stay.
+        """Remove every implementation, and the policies of packages. Declarations stay.
 
         Raises:
             DispatchFrozen: a loaded model relies on one of them.
@@ -270,7 +291,7 @@ class OpRegistry:
             removed = [i for table in self._state.impls.values() for i in table.values()]
             for impl in removed:
                 self._ask_before_removal(impl.op_name, impl.impl_id)
-            self._swap(replace(self._state, impls={}))
+            self._swap(replace(self._state, impls={}, policies=()))
 
     def drop_discovered(self) -> None:
         """Remove what plugins and built-ins registered; keep declarations and manual ones.
@@ -285,7 +306,14 @@ class OpRegistry:
                 op: {i: impl for i, impl in table.items() if _is_manual(impl)}
                 for op, table in self._state.impls.items()
             }
-            self._swap(replace(self._state, impls={op: t for op, t in kept.items() if t}))
+            policies = tuple(p for p in self._state.policies if p.origin.source == "manual")
+            self._swap(
+                replace(
+                    self._state,
+                    impls={op: t for op, t in kept.items() if t},
+                    policies=policies,
+                )
+            )
 
     # ------------------------------------------------------------------- snapshots
 
@@ -304,6 +332,7 @@ class OpRegistry:
             declarations=MappingProxyType(dict(state.declarations)),
             vendors=MappingProxyType(dict(state.vendors)),
             generation=state.generation,
+            policies=state.policies,
         )
 
     # --------------------------------------------------------- plugins and managers
@@ -388,6 +417,9 @@ class OpRegistry:
                 elif action == "vendor":
                     others = {k: v for k, v in state.vendors.items() if k != name}
                     self._swap(replace(state, vendors=others))
+                elif action == "policies":
+                    folders = tuple(p for p in state.policies if p is not detail)
+                    self._swap(replace(state, policies=folders))
                 elif action == "remove":
                     table = {**state.impls.get(name, {}), detail.impl_id: detail}
                     self._swap(replace(state, impls={**state.impls, name: table}))
@@ -395,10 +427,12 @@ class OpRegistry:
     def _origin_of(self, impl: OpImpl) -> Origin:
         function = getattr(impl.fn, "__func__", impl.fn)
         module = getattr(function, "__module__", None) or type(impl.fn).__module__
+        return replace(self._current_origin(module), module=module)
+
+    def _current_origin(self, name: str) -> Origin:
+        """The plugin that is registering, or a manual one of that name."""
         batch: _Batch | None = getattr(self._local, "batch", None)
-        if batch is not None:
-            return replace(batch.origin, module=module)
-        return Origin(source="manual", name=module, module=module)
+        return batch.origin if batch is not None else Origin(source="manual", name=name)
 
     def _check_signature(self, impl: OpImpl, signature: OpSignature, origin: Origin | None) -> None:
         who = f"implementation '{impl.impl_id}' of op '{impl.op_name}' ({origin})"

@@ -7,6 +7,7 @@ import enum
 import importlib.util
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any, Protocol, runtime_checkable
 
 from .errors import RegistrationError
@@ -25,6 +26,7 @@ __all__ = [
     "OpSignature",
     "Origin",
     "Parameter",
+    "PolicyFolder",
     "Rejected",
     "VendorInfo",
     "Verdict",
@@ -177,6 +179,19 @@ class BackendLike(Protocol):
     def is_available(self) -> bool | str | Accepted | Rejected: ...
 
     def load(self) -> None: ...
+
+
+@dataclass(frozen=True, slots=True)
+class PolicyFolder:
+    """The policies that a package brought for devices.
+
+    Attributes:
+        folder: holds YAML files, each named as the device or vendor that it is for.
+        origin: who brought it.
+    """
+
+    folder: Path
+    origin: Origin
 
 
 _FORBIDDEN_IN_ID = set(" \t\n;|=,:")
