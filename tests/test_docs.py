@@ -17,7 +17,7 @@ from typing import Any
 
 import pytest
 
-from vllm_fl.cli import config, doctor, explain, snapshot
+from vllm_fl.cli import bench, config, doctor, explain, snapshot
 from vllm_fl.cli import list as list_command
 from vllm_fl.cli.main import COMMANDS, build_parser
 from vllm_fl.dispatch.config import SETTINGS
@@ -64,6 +64,7 @@ ANSWERS: dict[str, Callable[[], str]] = {
     "docs/commands/explain.md": lambda: answer(explain.render, samples.sample_explain()),
     "docs/commands/config.md": lambda: answer(config.render, samples.sample_config()),
     "docs/commands/doctor.md": lambda: answer(doctor.render, samples.sample_doctor()),
+    "docs/commands/bench.md": lambda: answer(bench.render, samples.sample_bench()),
     "docs/commands/snapshot.md": lambda: answer(snapshot.render, samples.sample_snapshot()),
 }
 """Document to what stands in its block `output`."""

@@ -154,6 +154,26 @@ def sample_doctor() -> dict[str, Any]:
     return diagnose(VERSIONS, IMPORTS, found(), HOOKS)
 
 
+def sample_bench() -> dict[str, Any]:
+    """The answer of `vllm-fl bench silu_and_mul --tokens 1,512`."""
+
+    def row(impl_id: str, us: float, spread: float, ratio: float) -> dict[str, Any]:
+        times = {"host_us": us, "device_us": us, "how": "wall"}
+        return {"impl_id": impl_id, **times, "spread": spread, "ratio": ratio}
+
+    refused = [{"impl_id": "vendor.ascend", "reason": "runs on npu, this device is cpu"}]
+    said = {"policy": "vendor.cpu", "refused": refused}
+    small = [row("vendor.cpu", 2.99, 0.063, 1.0), row("vendor.acme", 3.04, 0.071, 1.017)]
+    large = [row("vendor.acme", 371.18, 0.012, 0.687), row("vendor.cpu", 540.25, 0.012, 1.0)]
+    sizes = [
+        {"tokens": 1, "arguments": {"x": "bfloat16[1, 8192]"}, **said, "timings": small,
+         "fastest": None},
+        {"tokens": 512, "arguments": {"x": "bfloat16[512, 8192]"}, **said, "timings": large,
+         "fastest": "vendor.acme"},
+    ]  # fmt: skip
+    return {"op": "silu_and_mul", "device": "cpu", "dtype": "bfloat16", "sizes": sizes}
+
+
 def sample_snapshot() -> dict[str, Any]:
     """The answer of `vllm-fl snapshot`."""
     return snapshot(VERSIONS, found(), machine="Linux-6.8-x86_64-with-glibc2.39")

@@ -19,7 +19,7 @@ from .child import survey
 from .errors import CommandError, UsageError
 from .output import emit, print_table
 
-__all__ = ["add_parser", "explain", "render"]
+__all__ = ["add_parser", "contract_of", "explain", "read_shape", "read_value", "render"]
 
 
 def add_parser(commands: Any) -> None:
@@ -35,7 +35,7 @@ def add_parser(commands: Any) -> None:
         "--shape",
         action="append",
         default=[],
-        type=_shape,
+        type=read_shape,
         metavar="[NAME=]N,N",
         help="shape of the argument under test, or of the array NAME; may be repeated",
     )
@@ -44,7 +44,7 @@ def add_parser(commands: Any) -> None:
         "--set",
         action="append",
         default=[],
-        type=_value,
+        type=read_value,
         metavar="NAME=VALUE",
         help="value of a scalar argument, e.g. is_neox=False; may be repeated",
     )
@@ -77,7 +77,8 @@ def add_parser(commands: Any) -> None:
     parser.set_defaults(run=run)
 
 
-def _shape(text: str) -> tuple[str, tuple[int, ...]]:
+def read_shape(text: str) -> tuple[str, tuple[int, ...]]:
+    """The value of a --shape: the array's name, "" for the one under test, and the shape."""
     name, separator, numbers = text.rpartition("=")
     try:
         shape = tuple(int(part) for part in numbers.split(",") if part.strip())
@@ -90,7 +91,8 @@ def _shape(text: str) -> tuple[str, tuple[int, ...]]:
     return name, shape
 
 
-def _value(text: str) -> tuple[str, Any]:
+def read_value(text: str) -> tuple[str, Any]:
+    """The value of a --set: name and value."""
     name, separator, value = text.partition("=")
     if not separator or not name:
         raise argparse.ArgumentTypeError(f'must be NAME=VALUE, found "{text}"')
@@ -165,7 +167,7 @@ def explain(
         device = _there(device, impls, also, without)
     elif also or without:
         raise UsageError("--with and --without are about another vendor's device; add --vendor")
-    contract = _contract(op)
+    contract = contract_of(op)
     layer = contract is not None and any(
         site.device_types is None or device.device_type in site.device_types
         for site in contract.call_sites
@@ -224,7 +226,8 @@ def _unknown(manager: OpManager, op: str) -> CommandError:
     return CommandError(text) if own else UsageError(text)
 
 
-def _contract(op: str) -> Any:
+def contract_of(op: str) -> Any:
+    """The contract of an op of vllm_fl, or None."""
     try:
         from ..ops import CONTRACTS
     except ImportError:  # without torch there are none

@@ -13,7 +13,7 @@ from collections.abc import Sequence
 
 from .. import __version__
 from ..dispatch.errors import DispatchError
-from . import check_vendor, config, demo, doctor, explain, new_vendor, snapshot, verify
+from . import bench, check_vendor, config, demo, doctor, explain, new_vendor, snapshot, verify
 from . import list as list_command
 from .demo_model import DemoModelError
 from .errors import CommandError, UsageError
@@ -21,7 +21,18 @@ from .output import open_standard_streams
 
 __all__ = ["main"]
 
-COMMANDS = (demo, list_command, explain, config, doctor, verify, snapshot, new_vendor, check_vendor)
+COMMANDS = (
+    demo,
+    list_command,
+    explain,
+    config,
+    doctor,
+    verify,
+    bench,
+    snapshot,
+    new_vendor,
+    check_vendor,
+)
 
 
 def build_parser() -> argparse.ArgumentParser:

@@ -183,6 +183,16 @@ def _explain(tell: Tell, skip: Skip = (), **asked: Any) -> dict[str, Any]:
     return explain(prepared.manager, **asked)
 
 
+def _bench(tell: Tell, skip: Skip = (), **asked: Any) -> dict[str, Any]:
+    from .bench import bench
+
+    prepared = prepare(tell, skip)
+    if prepared.config_error is not None:
+        raise CommandError(prepared.config_error)
+    crashed = {doing[1]: how for doing, how in skip if doing[0] == "impl"}
+    return bench(prepared.manager, **asked, crashed=crashed, tell=tell)
+
+
 def _import(tell: Tell, skip: Skip = (), module: str = "") -> dict[str, Any]:
     found = importlib.import_module(module)
     return {"version": str(getattr(found, "__version__", ""))}
@@ -212,6 +222,7 @@ def _hooks(tell: Tell, skip: Skip = ()) -> dict[str, Any]:
 QUESTIONS: dict[str, Callable[..., dict[str, Any]]] = {
     "registry": _registry,
     "explain": _explain,
+    "bench": _bench,
     "import": _import,
     "hooks": _hooks,
 }

@@ -19,7 +19,7 @@ from .output import answer_stream, print_table
 if TYPE_CHECKING:
     from ..testing import CaseResult, Report, Selection
 
-__all__ = ["add_parser", "render", "verify"]
+__all__ = ["add_parser", "check_device", "render", "verify"]
 
 _MOST_WORKERS = 4
 _SHOWN = 20
@@ -106,7 +106,7 @@ def verify(
     from ..testing import UnknownNameError, check_matrix, select
 
     manager = get_default_manager()
-    _check_device(device)
+    check_device(device)
     try:
         selection = select(
             manager,
@@ -124,7 +124,8 @@ def verify(
     return check_matrix(selection, workers=workers, on_result=_Progress(selection))
 
 
-def _check_device(device: str | None) -> None:
+def check_device(device: str | None) -> None:
+    """Raise UsageError for a device that torch does not know or see."""
     if device is None or device == "cpu":
         return
     import torch
