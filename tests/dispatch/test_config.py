@@ -546,7 +546,7 @@ def test_a_shipped_policy_may_name_an_implementation_that_this_build_lacks(tmp_p
     shipped = tmp_path / "shipped.yaml"
     shipped.write_text("op_backends:\n  scale: [impl:vendor.cpu.fl, vendor:cpu]\n")
     load_config({}, shipped=shipped).check_against(registry.snapshot())
-    with pytest.raises(ConfigError, match='unknown implementation of scale "vendor.cpu.fl"'):
+    with pytest.raises(ConfigError, match=r'of scale "vendor\.cpu\.fl"'):
         load_config({"VLLM_FL_CONFIG": str(shipped)}).check_against(registry.snapshot())
 
 
