@@ -8,15 +8,20 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from tests.testing import mutants_dense, mutants_sparse
+from tests.testing import mutants_dense, mutants_fused, mutants_sparse
 from tests.testing.mutants import Mutant, implementation
 from vllm_fl.ops.activation import SILU_AND_MUL
 from vllm_fl.ops.moe_blocks import MOE_ALIGN_BLOCK_SIZE
 from vllm_fl.ops.normalization import FUSED_ADD_RMS_NORM, RMS_NORM
+from vllm_fl.ops.qk_norm_rope import FUSED_QK_NORM_ROPE
 from vllm_fl.ops.rotary import ROTARY_EMBEDDING
 from vllm_fl.testing import check_implementation
 
-MUTANTS: list[Mutant] = [*mutants_dense.MUTANTS, *mutants_sparse.MUTANTS]
+MUTANTS: list[Mutant] = [
+    *mutants_dense.MUTANTS,
+    *mutants_fused.MUTANTS,
+    *mutants_sparse.MUTANTS,
+]
 
 
 def check(mutant: Mutant):
@@ -103,6 +108,8 @@ RIGHT = [
     implementation(RMS_NORM, norm_in_blocks, batch_invariant=True),
     implementation(FUSED_ADD_RMS_NORM, fused_in_place, mutates=("x", "residual")),
     implementation(ROTARY_EMBEDDING, rotary_in_place, mutates=("query", "key")),
+    implementation(FUSED_QK_NORM_ROPE, mutants_fused.in_place, mutates=("qkv",)),
+    implementation(FUSED_QK_NORM_ROPE, mutants_fused.rounded_once),
 ]
 
 

@@ -9,7 +9,17 @@ from __future__ import annotations
 
 from ..dispatch.registry import OpRegistry
 from ..dispatch.types import OpSignature
-from . import activation, attention, cache, moe, normalization, quantization, rotary, sampling
+from . import (
+    activation,
+    attention,
+    cache,
+    moe,
+    normalization,
+    qk_norm_rope,
+    quantization,
+    rotary,
+    sampling,
+)
 from .attention import ATTENTION_BACKEND
 from .contract import OpContract
 
@@ -19,6 +29,7 @@ CONTRACTS: tuple[OpContract, ...] = (
     *activation.CONTRACTS,
     *normalization.CONTRACTS,
     *rotary.CONTRACTS,
+    *qk_norm_rope.CONTRACTS,
     *cache.CONTRACTS,
     *attention.CONTRACTS,
     *moe.CONTRACTS,

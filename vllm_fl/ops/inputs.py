@@ -8,7 +8,15 @@ from typing import Any
 
 import torch
 
-__all__ = ["HUGE", "SPECIAL", "WIDE_RANGE", "rows", "with_special"]
+__all__ = [
+    "HUGE",
+    "MAX_POSITION",
+    "SPECIAL",
+    "WIDE_RANGE",
+    "cos_sin_cache",
+    "rows",
+    "with_special",
+]
 
 WIDE_RANGE = (torch.float32, torch.bfloat16)
 """The dtypes that hold products of values around 1e4; float16 ends at 65504."""
@@ -19,6 +27,15 @@ the normal numbers or 0, by rounding as by overflow of an exponential, and no bo
 beyond 200 it is 0 for all."""
 
 SPECIAL = (math.inf, -math.inf, math.nan)
+
+MAX_POSITION = 50
+"""How many positions a rotary embedding's cache has."""
+
+
+def cos_sin_cache(rotary_dim: int, dtype: torch.dtype, generator: torch.Generator) -> torch.Tensor:
+    """Cosines, then sines, of random angles: (MAX_POSITION, rotary_dim)."""
+    angles = 6.3 * torch.rand(MAX_POSITION, rotary_dim // 2, generator=generator)
+    return torch.cat((angles.cos(), angles.sin()), dim=-1).to(dtype)
 
 
 def rows(

@@ -12,7 +12,7 @@ import torch
 
 from ..dispatch.types import OpSignature
 from .contract import CallSite, Case, OpContract, half_and_single
-from .inputs import rows, with_special
+from .inputs import MAX_POSITION, cos_sin_cache, rows, with_special
 
 __all__ = ["CONTRACTS", "MROTARY_EMBEDDING", "ROTARY_EMBEDDING"]
 
@@ -146,13 +146,7 @@ def _mrotary_facts(
 
 # -------------------------------------------------------------------------------- the cases
 
-_MAX_POSITION = 50
 _HEADS, _KV_HEADS = 3, 2
-
-
-def _angles(rotary_dim: int, dtype: torch.dtype, generator: torch.Generator) -> torch.Tensor:
-    angles = 6.3 * torch.rand(_MAX_POSITION, rotary_dim // 2, generator=generator)
-    return torch.cat((angles.cos(), angles.sin()), dim=-1).to(dtype)
 
 
 def _heads(
@@ -201,11 +195,11 @@ def _inputs(
     key: bool = True,
     **settings: Any,
 ) -> tuple[Any, ...]:
-    positions = torch.randint(0, _MAX_POSITION, leading, generator=generator).to(index)
+    positions = torch.randint(0, MAX_POSITION, leading, generator=generator).to(index)
     if repeated:
         positions[1:] = positions[0]
     query, k = _heads(dtype, generator, leading=leading, head_size=head_size, **settings)
-    cache = _angles(rotary_dim or head_size, dtype, generator)
+    cache = cos_sin_cache(rotary_dim or head_size, dtype, generator)
     return positions, query, k if key else None, head_size, cache, is_neox
 
 
@@ -259,13 +253,13 @@ def _mrotary_inputs(
 ) -> tuple[Any, ...]:
     """text: time, height and width are one, and given once."""
     shape = leading if text else (3, *leading)
-    positions = torch.randint(0, _MAX_POSITION, shape, generator=generator).to(index)
+    positions = torch.randint(0, MAX_POSITION, shape, generator=generator).to(index)
     if repeated:
         positions[..., 1:] = positions[..., :1]
     query, key = _heads(dtype, generator, leading=leading, head_size=head_size, **settings)
     half = (rotary_dim or head_size) // 2
     section = [half - 2 * (half // 3), half // 3, half // 3]
-    cache = _angles(2 * half, dtype, generator)
+    cache = cos_sin_cache(2 * half, dtype, generator)
     return positions, query, key, head_size, cache, is_neox, section, interleaved
 
 

@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Every case of every contract of activations, norms and rotary embeddings, in every dtype: the
-reference gives the bits of vLLM's own forward_native."""
+"""Every case of every contract of activations, norms, rotary embeddings and their fusion, in every
+dtype: the reference gives the bits of vLLM's own forward_native."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ import pytest
 import torch
 
 from tests.backends.helpers import assert_same, name_of
-from vllm_fl.ops import activation, normalization, rotary
+from vllm_fl.ops import activation, normalization, qk_norm_rope, rotary
 from vllm_fl.ops.contract import OpContract
 
 LAYERS = "vllm.model_executor.layers"
 CONTRACTS = {
     contract.name: contract
-    for module in (activation, normalization, rotary)
+    for module in (activation, normalization, rotary, qk_norm_rope)
     for contract in module.CONTRACTS
 }
 
@@ -136,6 +136,28 @@ def mrotary_embedding(
     return made.forward_native(positions, query, key)
 
 
+def fused_qk_norm_rope(
+    qkv: Any,
+    num_heads_q: int,
+    num_heads_k: int,
+    num_heads_v: int,
+    head_dim: int,
+    eps: float,
+    q_weight: Any,
+    k_weight: Any,
+    cache: Any,
+    is_neox: bool,
+    positions: Any,
+) -> Any:
+    """As Qwen3's attention calls the layers."""
+    heads = (num_heads_q, num_heads_k, num_heads_v)
+    q, k, v = qkv.split([count * head_dim for count in heads], dim=-1)
+    q = rms_norm(q.view(*q.shape[:-1], num_heads_q, head_dim), q_weight, eps).view(q.shape)
+    k = rms_norm(k.view(*k.shape[:-1], num_heads_k, head_dim), k_weight, eps).view(k.shape)
+    q, k = rotary_embedding(positions, q, k, head_dim, cache, is_neox)
+    return torch.cat((q, k, v), dim=-1)
+
+
 NATIVE: dict[str, Callable[..., Any]] = {
     "silu_and_mul": of_activation("SiluAndMul"),
     "mul_and_silu": of_activation("MulAndSilu"),
@@ -159,13 +181,14 @@ NATIVE: dict[str, Callable[..., Any]] = {
     "layer_norm": layer_norm,
     "rotary_embedding": rotary_embedding,
     "mrotary_embedding": mrotary_embedding,
+    "fused_qk_norm_rope": fused_qk_norm_rope,
 }
 
 VIEWS = ("zero tokens", "heads permuted")
 """Rotary cases that vLLM's own forward refuses, because it asks for a view."""
 
 
-def test_every_contract_of_the_three_families_is_compared() -> None:
+def test_every_contract_of_these_families_is_compared() -> None:
     assert set(NATIVE) == set(CONTRACTS)
 
 
