@@ -28,6 +28,7 @@ from .checks import (
 )
 from .served import KeptBySubclasses
 from .surface_functions import FUNCTIONS
+from .surface_fusions import FUSED
 from .surface_layers import LAYERS
 from .surface_platform import OWN_PLATFORM
 
@@ -418,5 +419,5 @@ ATTENTION = (
 
 SURFACE: tuple[Entry, ...] = (
     *PROCESSES, *ENVIRONMENT, *PLATFORM, *CONFIGURATION, *WORKERS, *RPC, *LAYERS, *FUNCTIONS,
-    *ATTENTION, *DEMO, *OWN_PLATFORM,
+    *FUSED, *ATTENTION, *DEMO, *OWN_PLATFORM,
 )  # fmt: skip

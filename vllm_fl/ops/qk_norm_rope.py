@@ -204,8 +204,6 @@ def _magnitude(
 
 # ----------------------------------------------------------------------------- the contract
 
-_MODELS = "vllm.model_executor.models"
-
 FUSED_QK_NORM_ROPE = OpContract(
     signature=OpSignature.parse(
         "fused_qk_norm_rope(qkv, num_heads_q, num_heads_k, num_heads_v, head_dim, eps, q_weight, "
@@ -247,10 +245,12 @@ FUSED_QK_NORM_ROPE = OpContract(
     batched=("qkv", "position_ids"),
     call_sites=(
         CallSite(
-            f"{_MODELS}.qwen3:Qwen3Attention", "the module's forward", note="without Inductor"
+            "vllm.model_executor.models.qwen3:Qwen3Attention",
+            "the module's forward",
+            note="without Inductor",
         ),
         CallSite(
-            f"{_MODELS}.qwen3_moe:Qwen3MoeAttention",
+            "vllm.model_executor.models.qwen3_moe:Qwen3MoeAttention",
             "the module's forward",
             note="without Inductor",
         ),
