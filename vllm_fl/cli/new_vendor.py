@@ -139,8 +139,8 @@ def _families(ops: Sequence[str]) -> dict[str, list[Any]]:
 
     from ..ops import CONTRACTS
 
-    names = ("activation", "normalization", "rotary", "cache", "attention", "moe", "quantization",
-             "sampling")  # fmt: skip
+    names = ("activation", "normalization", "rotary", "qk_norm_rope", "cache", "attention", "moe",
+             "quantization", "sampling")  # fmt: skip
     homes = {
         contract.name: family
         for family in names
@@ -192,8 +192,13 @@ def _backend(name: str, device_type: str) -> str:
 
 
 def _register_ops(families: Sequence[str]) -> str:
-    line = "from .impl import activation  #"
-    return _template("register_ops.py").replace(line, f"from .impl import {', '.join(families)}  #")
+    line = "from .impl import activation  # noqa: F401  (importing marks them)\n"
+    head, comment = "from .impl import ", line.partition("activation")[2]
+    wanted = f"{head}{', '.join(families)}{comment}"
+    if len(wanted) > 101:  # with the end of the line
+        names = "".join(f"    {family},\n" for family in families)
+        wanted = f"{head}({comment}{names})\n"
+    return _template("register_ops.py").replace(line, wanted)
 
 
 def _family_module(family: str, contracts: Sequence[Any]) -> str:
