@@ -1,27 +1,23 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Builds vllm_fl._C, the native kernels, where a compiler and torch are there; else the package
-is pure Python. Everything else is in pyproject.toml.
+"""Builds the native kernels, vllm_fl._C and vllm_fl._C_cuda, where torch and the compilers are
+there; else the package is pure Python. Everything else is in pyproject.toml.
 
 VLLM_FL_DEVICE says what to build: auto (the default: what can be built here, without error if
-that is nothing), cpu (an error if it cannot be), or none.
-
-torch is never imported: its headers and libraries are found beside the interpreter, so that
-pip's isolated builds find the torch that the kernels will run with.
+that is nothing), cpu, cuda or hip (each of the two with cpu; an error if it cannot be built), or
+none. VLLM_FL_TUNE=1 also compiles what benchmarks choose the constants of the CUDA kernels with.
 """
 
 from __future__ import annotations
 
-import importlib.util
 import json
 import os
 import platform
-import re
-import shutil
-import subprocess
 import sys
 import sysconfig
-import tempfile
+import time
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from pathlib import Path
 
 from setuptools import Extension, setup
@@ -29,11 +25,27 @@ from setuptools.command.build_ext import build_ext
 from setuptools.command.build_py import build_py
 
 ROOT = Path(__file__).parent.resolve()
+sys.path.insert(0, str(ROOT / "csrc"))
+
+from toolchain import (  # noqa: E402
+    CannotBuild,
+    Compiler,
+    Torch,
+    find_cxx,
+    find_hipcc,
+    find_nvcc,
+    find_torch,
+    run,
+)
+
 RECORD = "vllm_fl/_native.json"
-DEVICES = ("auto", "cpu", "none")
 X86 = platform.machine() in ("x86_64", "AMD64")
-OLDEST_TORCH = (2, 7)
-"""Before it, PyTorch's wheels had the C++ ABI of GCC 4."""
+
+EXTENSIONS = {"cpu": "vllm_fl._C", "cuda": "vllm_fl._C_cuda", "hip": "vllm_fl._C_cuda"}
+"""PyTorch calls the chips of both makers cuda, and so do we."""
+
+BY_NAME = {"cpu": ("cpu",), "cuda": ("cpu", "cuda"), "hip": ("cpu", "hip"), "none": ()}
+"""VLLM_FL_DEVICE to the devices that must be built then."""
 
 KERNEL_FLAGS = {
     "csrc/cpu/kernels_default.cpp": [],
@@ -51,11 +63,13 @@ KERNEL_FLAGS = {
 }
 """One file for each instruction set; which of them runs is chosen when the process starts."""
 
-SOURCES = ("csrc/torch_bindings.cpp", "csrc/cpu/ops.cpp", *KERNEL_FLAGS)
 
-
-class CannotBuild(Exception):
-    """Why there will be no native code."""
+def sources(device: str) -> list[str]:
+    """What an extension is made of, as paths in the tree."""
+    if device == "cpu":
+        return ["csrc/torch_bindings.cpp", "csrc/cpu/ops.cpp", *KERNEL_FLAGS]
+    found = (*ROOT.glob("csrc/cuda/*.cu"), *ROOT.glob("csrc/cuda/*.cpp"))
+    return [path.relative_to(ROOT).as_posix() for path in sorted(found)]
 
 
 def say(text: str) -> None:
@@ -63,80 +77,84 @@ def say(text: str) -> None:
     print(f"vllm_fl: {text}", file=sys.stderr, flush=True)
 
 
-def find_torch() -> tuple[Path, str]:
-    """The folder of the installed torch, and its version."""
-    folders = [Path(sysconfig.get_path(name)) / "torch" for name in ("platlib", "purelib")]
-    spec = importlib.util.find_spec("torch")
-    if spec is not None and spec.origin:
-        folders.insert(0, Path(spec.origin).parent)
-    for folder in folders:
-        version = folder / "version.py"
-        if not version.is_file() or not (folder / "include/ATen/ATen.h").is_file():
-            continue
-        found = re.search(r"__version__\s*=\s*['\"]([^'\"]+)", version.read_text(encoding="utf-8"))
-        if found is None:
-            continue
-        number = tuple(int(part) for part in re.findall(r"\d+", found[1])[:2])
-        if number < OLDEST_TORCH:
-            raise CannotBuild(f"torch is {found[1]}, older than 2.7")
-        return folder, found[1]
-    raise CannotBuild("torch, with its headers, is not installed beside this interpreter")
-
-
-def compiler_name() -> str:
-    """The C++ compiler, as it names itself."""
-    command = (os.environ.get("CXX") or sysconfig.get_config_var("CXX") or "c++").split()
-    if shutil.which(command[0]) is None:
-        raise CannotBuild(f"there is no C++ compiler ({command[0]})")
-    if not Path(sysconfig.get_path("include"), "Python.h").is_file():
-        raise CannotBuild("Python's headers are not installed (Python.h)")
-    done = subprocess.run([*command, "--version"], capture_output=True, text=True)
-    return done.stdout.partition("\n")[0].strip() or Path(command[0]).name
-
-
-def plan() -> dict[str, object]:
-    """What to build, as the record that `vllm_fl.native` reads.
+class Plan:
+    """What to build, with what, and why not more; `record` is what `vllm_fl.native` reads.
 
     Raises:
-        SystemExit: what was asked for cannot be built.
+        SystemExit: what was asked for by name cannot be built.
     """
-    asked = os.environ.get("VLLM_FL_DEVICE") or "auto"
-    if asked not in DEVICES:
-        raise SystemExit(
-            f"vllm_fl: VLLM_FL_DEVICE must be one of {', '.join(DEVICES)}, found {asked!r}"
-        )
-    record = {"asked": asked, "built": [], "torch": None, "compiler": None, "reason": None}
-    try:
-        if asked == "none":
-            raise CannotBuild("VLLM_FL_DEVICE=none")
+
+    def __init__(self) -> None:
+        self.asked = os.environ.get("VLLM_FL_DEVICE") or "auto"
+        if self.asked not in ("auto", *BY_NAME):
+            names = ", ".join(("auto", *BY_NAME))
+            raise SystemExit(
+                f"vllm_fl: VLLM_FL_DEVICE must be one of {names}, found {self.asked!r}"
+            )
+        self.torch: Torch | None = None
+        self.compilers: dict[str, Compiler] = {}
+        self.reasons: dict[str, str] = {}
+        for device in ("cpu", "cuda", "hip"):
+            try:
+                self.compilers[device] = self._compiler(device)
+            except CannotBuild as why:
+                self.give_up(device, str(why))
+
+    def _compiler(self, device: str) -> Compiler:
+        if device not in BY_NAME.get(self.asked, (device,)):
+            raise CannotBuild(f"VLLM_FL_DEVICE={self.asked}")
         if sys.platform != "linux":
             raise CannotBuild(f"the platform is {sys.platform}, not linux")
-        record["torch"] = find_torch()[1]
-        record["compiler"] = compiler_name()
-        record["built"] = ["cpu"]
-    except CannotBuild as why:
-        give_up(record, str(why))
-    return record
+        if not sources(device):
+            raise CannotBuild("this source tree has no kernels for it")
+        self.torch = find_torch()
+        if device == "cpu":
+            names = [Path(file).stem.removeprefix("kernels_").upper() for file in KERNEL_FLAGS]
+            return replace(find_cxx(), architectures=tuple(names))
+        return find_nvcc(self.torch) if device == "cuda" else find_hipcc(self.torch)
+
+    def give_up(self, device: str, reason: str) -> None:
+        """Go on without the kernels for a device, unless it was asked for by name."""
+        reason = reason.replace(f"{ROOT}{os.sep}", "")
+        self.compilers.pop(device, None)
+        self.reasons[device] = reason
+        if device in BY_NAME.get(self.asked, ()):
+            raise SystemExit(f"vllm_fl: VLLM_FL_DEVICE={self.asked} cannot be built: {reason}")
+        if device == "cpu":
+            say(f"installing as pure Python, without native kernels: {reason}")
+        elif self.torch is not None and device in self.torch.toolkits:
+            say(f"installing without kernels for {device}: {reason}")
+
+    @property
+    def record(self) -> dict[str, object]:
+        devices = {}
+        for device in EXTENSIONS:
+            built = self.compilers.get(device)
+            devices[device] = {
+                "compiler": built and built.name,
+                "architectures": list(built.architectures) if built else [],
+                "reason": self.reasons.get(device),
+            }
+        torch = self.torch.version if self.torch and self.compilers else None
+        return {"asked": self.asked, "torch": torch, "devices": devices}
 
 
-def give_up(record: dict[str, object], reason: str) -> None:
-    """Go on without native code, unless it was asked for by name."""
-    record.update(built=[], reason=reason)
-    if record["asked"] not in ("auto", "none"):
-        raise SystemExit(f"vllm_fl: VLLM_FL_DEVICE={record['asked']} cannot be built: {reason}")
-    say(f"installing as pure Python, without native kernels: {reason}")
-
-
-record = plan()
+plan = Plan()
 
 
 def write_record(command: build_py | build_ext) -> None:
-    """Beside the package that is being built, or in the tree where that is installed."""
+    """Beside the package that is being built, or in the tree where that is installed. What an
+    earlier build left there, and this one does not make, is removed: it is not this source."""
     build = command.get_finalized_command("build_py")
     in_tree = build.editable_mode or getattr(command, "inplace", False)
-    path = (ROOT if in_tree else Path(build.build_lib)) / RECORD
+    base = ROOT if in_tree else Path(build.build_lib)
+    path = base / RECORD
     path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(json.dumps(record, indent=2) + "\n", encoding="utf-8")
+    path.write_text(json.dumps(plan.record, indent=2) + "\n", encoding="utf-8")
+    built = {EXTENSIONS[device] for device in plan.compilers}
+    for name in {*EXTENSIONS.values()} - built:
+        file = name.replace(".", "/") + sysconfig.get_config_var("EXT_SUFFIX")
+        (base / file).unlink(missing_ok=True)
 
 
 class BuildPython(build_py):
@@ -155,81 +173,125 @@ class BuildKernels(build_ext):
         write_record(self)
 
     def build_extension(self, ext: Extension) -> None:
-        folder, version = find_torch()
+        device = next(d for d in plan.compilers if EXTENSIONS[d] == ext.name)
+        compiler = plan.compilers[device]
         try:
-            self._build(ext, folder)
-            say(f"built native kernels for cpu with {record['compiler']} and torch {version}")
+            self._build(device, ext)
         except Exception as error:  # whatever a compiler can do
-            for rest in (self.get_ext_fullpath(ext.name), self._in_tree(ext)):
-                Path(rest).unlink(missing_ok=True)  # of an earlier build: not this source
-            give_up(record, f"compiling failed: {error}")
+            Path(self.get_ext_fullpath(ext.name)).unlink(missing_ok=True)
+            self.extensions = [other for other in self.extensions if other is not ext]
+            plan.give_up(device, str(error) or type(error).__name__)
+        else:
+            text = ", ".join((compiler.name, *compiler.architectures))
+            say(f"built native kernels for {device} with {text} and torch {plan.torch.version}")
 
-    def copy_extensions_to_source(self) -> None:
-        if record["built"]:
-            super().copy_extensions_to_source()
-
-    def _in_tree(self, ext: Extension) -> str:
-        return str(ROOT / self.get_ext_filename(ext.name))
-
-    def _build(self, ext: Extension, torch: Path) -> None:
-        # No path of this machine stays in the binary, where torch's and Python's headers would
-        # leave theirs in the texts of errors.
-        hidden = {ROOT: ".", torch: "torch", Path(sysconfig.get_path("include")): "python"}
-        flags = [
-            *("-std=c++20" if self._takes("-std=c++20") else "-std=c++17", "-O3", "-g0", "-fPIC"),
-            *("-fvisibility=hidden", "-fno-math-errno", "-fno-trapping-math", "-Wall", "-Wextra"),
-            *(f"-ffile-prefix-map={path}={name}" for path, name in hidden.items()),
-            *(["-DVLLM_FL_X86"] if X86 else []),
-            "-DNDEBUG",
-        ]
-        includes = [f"-I{ROOT / 'csrc'}", f"-isystem{torch / 'include'}"]
-        includes += [f"-isystem{torch / 'include/torch/csrc/api/include'}"]
-        includes += [f"-isystem{sysconfig.get_path('include')}"]
-        # torch's threads come from whichever OpenMP library it brought along. Only compiled for
-        # it and not linked, ours are the same: its functions are found through libtorch_cpu.
-        threads = ["-fopenmp"] if self._takes("-fopenmp", "#include <omp.h>\n") else []
-        work = Path(self.build_temp)
+    def _build(self, device: str, ext: Extension) -> None:
+        work = Path(self.build_temp).resolve() / device
         work.mkdir(parents=True, exist_ok=True)
+        commands = _Commands(device)
 
         def compile_one(source: str) -> str:
-            target = str(work / (Path(source).stem + ".o"))
-            own = KERNEL_FLAGS.get(source)
-            if own is None:
-                more = [*threads, *includes, "-O2"]
-            else:
-                # No vector crosses a call; and GCC 12 warns of its own AVX-512 header.
-                more = [*own, "-Wno-psabi", "-Wno-maybe-uninitialized"]
-            _run([*self._cxx(), *flags, *more, "-c", str(ROOT / source), "-o", target])
+            target = str(work / f"{source.replace('/', '.')}.o")
+            start = time.monotonic()
+            said = run([*commands.compile(source), source, "-o", target], ROOT)
+            say(f"compiled {source} in {time.monotonic() - start:.0f} s{said and ':'}")
+            if said:
+                say(said)
             return target
 
         with ThreadPoolExecutor(os.cpu_count()) as pool:
             objects = list(pool.map(compile_one, ext.sources))
-        out = Path(self.get_ext_fullpath(ext.name))
+        out = Path(self.get_ext_fullpath(ext.name)).resolve()
         out.parent.mkdir(parents=True, exist_ok=True)
-        libraries = [f"-L{torch / 'lib'}", "-lc10", "-ltorch_cpu", "-ltorch_python"]
-        _run([*self._cxx(), "-shared", "-s", *objects, *libraries, "-o", str(out)])
-
-    def _cxx(self) -> list[str]:
-        return (os.environ.get("CXX") or sysconfig.get_config_var("CXX") or "c++").split()
-
-    def _takes(self, flag: str, text: str = "") -> bool:
-        """Whether the compiler takes a flag."""
-        with tempfile.TemporaryDirectory() as folder:
-            source = Path(folder, "flag.cpp")
-            source.write_text(f"{text}int main() {{}}\n", encoding="utf-8")
-            command = [*self._cxx(), flag, "-c", str(source), "-o", str(source.with_suffix(".o"))]
-            return subprocess.run(command, capture_output=True).returncode == 0
+        run([*commands.link(), *objects, *commands.libraries(), "-o", str(out)], ROOT)
 
 
-def _run(command: list[str]) -> None:
-    done = subprocess.run(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
-    if done.stdout:
-        say(done.stdout.strip())
-    if done.returncode:
-        errors = [line for line in done.stdout.splitlines() if "error" in line]
-        why = errors[0] if errors else f"{command[0]} returned {done.returncode}"
-        raise RuntimeError(why.replace(f"{ROOT}{os.sep}", ""))
+class _Commands:
+    """The command lines for one device. They run in the tree and name sources by their paths in
+    it; with the maps, no path of this machine stays in a binary, where headers would leave theirs
+    in the texts of errors."""
+
+    def __init__(self, device: str) -> None:
+        self.device = device
+        self.torch = plan.torch.folder
+        self.compiler = plan.compilers[device]
+        self.cxx = plan.compilers["cpu"] if "cpu" in plan.compilers else find_cxx()
+        python = Path(sysconfig.get_path("include"))
+        hidden = {self.torch: "torch", python: "python"}
+        includes = [self.torch / "include", self.torch / "include/torch/csrc/api/include", python]
+        self.defines = ["-DNDEBUG"]
+        if device == "cpu":
+            self.defines += ["-DVLLM_FL_X86"] if X86 else []
+        else:
+            hidden[self.compiler.include.parent] = device
+            includes.append(self.compiler.include)
+            self.defines.append(f"-DVLLM_FL_{device.upper()}")
+            if os.environ.get("VLLM_FL_TUNE") == "1":
+                self.defines.append("-DVLLM_FL_TUNE")
+            if device == "hip":
+                self.defines += ["-D__HIP_PLATFORM_AMD__=1", "-DUSE_ROCM=1"]
+        self.includes = [f"-isystem{path}" for path in includes]
+        self.maps = [f"-ffile-prefix-map={path}={name}" for path, name in hidden.items()]
+        newest = "-std=c++20" if self.cxx.takes("-std=c++20") else "-std=c++17"
+        self.flags = [newest, "-g0", "-fPIC", "-fvisibility=hidden", "-Wall", "-Wextra"]
+        # torch's threads come from whichever OpenMP library it brought along. Only compiled for
+        # it and not linked, ours are the same: its functions are found through libtorch_cpu.
+        threads = self.cxx.takes("-fopenmp", "#include <omp.h>\n")
+        self.threads = ["-fopenmp"] if threads else []
+
+    def compile(self, source: str) -> list[str]:
+        """All but the source and the object."""
+        if source.endswith(".cu"):
+            return self._nvcc() if self.device == "cuda" else self._hipcc()
+        command = [*self.cxx.command, *self.flags, *self.maps, *self.defines, "-Icsrc"]
+        command += ["-fno-math-errno", "-fno-trapping-math"]
+        own = KERNEL_FLAGS.get(source)
+        if own is None:
+            return [*command, *self.threads, *self.includes, "-O2", "-c"]
+        # No vector crosses a call; and GCC 12 warns of its own AVX-512 header.
+        return [*command, *own, "-O3", "-Wno-psabi", "-Wno-maybe-uninitialized", "-c"]
+
+    def _nvcc(self) -> list[str]:
+        host = ("-fPIC", "-fvisibility=hidden", *self.maps)
+        command = [*self.compiler.command, "-std=c++17", "-O3", "-Icsrc", *self.defines]
+        command += [f"-Xcompiler={flag}" for flag in host]
+        for name in self.compiler.architectures:
+            virtual = name.replace("sm_", "compute_")
+            command.append(f"-gencode=arch={virtual},code={name}")
+        threads = max(1, (os.cpu_count() or 1) // len(sources("cuda")))
+        return [*command, f"--threads={threads}", "-c"]
+
+    def _hipcc(self) -> list[str]:
+        command = [*self.compiler.command, "-std=c++17", "-O3", "-Icsrc", *self.defines]
+        command += [f"--offload-arch={name}" for name in self.compiler.architectures]
+        return [*command, "-fPIC", "-fvisibility=hidden", *self.maps, "-x", "hip", "-c"]
+
+    def link(self) -> list[str]:
+        """All but the objects and the libraries. What a static library exports stays inside."""
+        return [*self.cxx.command, "-shared", "-s", "-Wl,--exclude-libs,ALL"]
+
+    def libraries(self) -> list[str]:
+        """torch's, and the toolkit's runtime, which is static where there is a static one: torch
+        may bring another release of it."""
+        return [f"-L{self.torch / 'lib'}", *self._torch_libraries(), *self._runtime()]
+
+    def _torch_libraries(self) -> Iterator[str]:
+        yield from ("-lc10", "-ltorch_cpu", "-ltorch_python")
+        # Only named: libtorch_python needs it too, and torch is loaded before us, so that where
+        # only its headers are there its functions are still found when this is loaded.
+        if (self.torch / f"lib/libc10_{self.device}.so").is_file():
+            yield f"-lc10_{self.device}"
+
+    def _runtime(self) -> list[str]:
+        if self.device == "cpu":
+            return []
+        folder = f"-L{self.compiler.library}"
+        if self.device == "hip":
+            return [folder, "-lamdhip64"]
+        return [folder, "-lcudart_static", "-ldl", "-lrt", "-lpthread"]
 
 
-extensions = [Extension("vllm_fl._C", list(SOURCES))] if record["built"] else []
-setup(ext_modules=extensions, cmdclass={"build_py": BuildPython, "build_ext": BuildKernels})
+setup(
+    ext_modules=[Extension(EXTENSIONS[device], sources(device)) for device in plan.compilers],
+    cmdclass={"build_py": BuildPython, "build_ext": BuildKernels},
+)

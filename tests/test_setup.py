@@ -8,6 +8,7 @@ import os
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
@@ -32,14 +33,19 @@ def build(folder: Path, **environ: str) -> subprocess.CompletedProcess[str]:
 
 @pytest.fixture
 def record(tmp_path, monkeypatch):
-    """record(**changes) puts another record in the place of the installation's."""
+    """record(cuda={...}, torch=...) puts another record in the place of the installation's, and
+    lets the modules be there."""
 
-    def record(**changes: object) -> None:
+    def record(torch: str | None = None, there: bool = True, **devices: dict[str, object]) -> None:
         path = tmp_path / "record.json"
-        known = {"asked": "auto", "built": ["cpu"], "torch": None, "compiler": None, "reason": None}
-        path.write_text(json.dumps(known | changes))
+        nothing = {"compiler": None, "architectures": [], "reason": None}
+        made = {name: nothing | changes for name, changes in devices.items()}
+        path.write_text(json.dumps({"asked": "auto", "torch": torch, "devices": made}))
         build = native_build(path)
         monkeypatch.setattr(native, "native_build", lambda: build)
+        monkeypatch.setattr(
+            native.importlib.util, "find_spec", lambda name: object() if there else None
+        )
 
     return record
 
@@ -58,7 +64,9 @@ def test_without_native_code_the_package_is_built_and_says_why(tmp_path, environ
     assert f"installing as pure Python, without native kernels: {reason}" in done.stderr
     assert (tmp_path / "vllm_fl/__init__.py").is_file()
     found = native_build(tmp_path / "vllm_fl/_native.json")
-    assert (found.built, found.reason) == ((), reason)
+    assert found.built == ()
+    assert found.devices["cpu"].reason == reason
+    assert found.devices["cuda"].reason and found.devices["hip"].reason
 
 
 @pytest.mark.parametrize(
@@ -68,9 +76,16 @@ def test_without_native_code_the_package_is_built_and_says_why(tmp_path, environ
             {"VLLM_FL_DEVICE": "cpu", "CXX": "no-such-compiler"},
             "VLLM_FL_DEVICE=cpu cannot be built: there is no C++ compiler",
         ),
-        ({"VLLM_FL_DEVICE": "abacus"}, "must be one of auto, cpu, none, found 'abacus'"),
+        (
+            {"VLLM_FL_DEVICE": "cuda", "CXX": "no-such-compiler"},
+            "VLLM_FL_DEVICE=cuda cannot be built: there is no C++ compiler",
+        ),
+        (
+            {"VLLM_FL_DEVICE": "abacus"},
+            "must be one of auto, cpu, cuda, hip, none, found 'abacus'",
+        ),
     ),
-    ids=("cpu", "unknown"),
+    ids=("cpu", "cuda", "unknown"),
 )
 def test_what_is_asked_for_by_name_and_cannot_be_built_is_an_error(tmp_path, environ, says):
     done = build(tmp_path, **environ)
@@ -79,42 +94,114 @@ def test_what_is_asked_for_by_name_and_cannot_be_built_is_an_error(tmp_path, env
 
 
 def test_where_nothing_was_written_nothing_is_claimed(tmp_path):
-    assert native_build(tmp_path / "absent.json") == NativeBuild(
-        "", (), None, None, "it was not built by setup.py"
-    )
+    found = native_build(tmp_path / "absent.json")
+    assert found == NativeBuild(problem="it was not built by setup.py")
+    assert (found.built, found.devices) == ((), {})
 
 
-def test_a_broken_record_is_told(tmp_path):
+@pytest.mark.parametrize(("text", "error"), (("{", "JSONDecodeError"), ("{}", "KeyError")))
+def test_a_broken_record_is_told(tmp_path, text, error):
     path = tmp_path / "_native.json"
-    path.write_text("{")
-    reason = native_build(path).reason
-    assert reason is not None and reason.startswith("_native.json cannot be read (JSONDecodeError")
+    path.write_text(text)
+    problem = native_build(path).problem
+    assert problem is not None and problem.startswith(f"_native.json cannot be read ({error}")
 
 
 def test_native_code_for_another_torch_is_refused(record, monkeypatch):
-    monkeypatch.setattr(native.importlib.util, "find_spec", lambda name: object())
     monkeypatch.setattr(native.metadata, "version", lambda name: "2.13.0+cpu")
-    record(torch="2.13.0+cu130")
+    record("2.13.0+cu130", cpu={})
     assert native_refusal("cpu") is None  # the same release, built for another device
-    record(torch="2.12.0")
-    refusal = native_refusal("cpu")
-    assert refusal is not None
-    assert "was built for torch 2.12.0, and this is 2.13.0+cpu: install a C++ compiler" in refusal
-
-
-def test_native_code_for_another_device_is_refused(record, monkeypatch):
-    monkeypatch.setattr(native.importlib.util, "find_spec", lambda name: object())
-    record(torch="2.13.0", built=["cuda"])
-    assert native_refusal("cpu") == "vllm_fl's native code is for cuda, not cpu"
-
-
-def test_without_the_extension_the_reason_and_the_way_to_build_it_are_told(record, monkeypatch):
-    monkeypatch.setattr(native.importlib.util, "find_spec", lambda name: None)
-    record(built=[], reason="there is no C++ compiler (c++)")
+    record("2.12.0", cpu={}, cuda={})
     assert native_refusal("cpu") == (
-        "vllm_fl was installed without native code (there is no C++ compiler (c++)): "
-        f"{native.HOW_TO_BUILD}"
+        "vllm_fl's CPU kernels were built for torch 2.12.0, and this is 2.13.0+cpu; "
+        f"{native.how_to_build('cpu')}"
     )
+    refusal = native_refusal("cuda")
+    assert refusal is not None and refusal.startswith("vllm_fl's CUDA kernels were built for")
+
+
+@pytest.mark.parametrize("there", (True, False), ids=("stale file", "no file"))
+def test_why_there_are_no_kernels_and_how_to_build_them_is_told_for_each_device(record, there):
+    record(
+        "2.13.0",
+        there,
+        cpu={"reason": "there is no C++ compiler (c++)"},
+        cuda={"reason": "nvcc was not found"},
+    )
+    assert native_refusal("cpu") == (
+        "vllm_fl was built without CPU kernels: there is no C++ compiler (c++); install a C++ "
+        "compiler and torch, then VLLM_FL_DEVICE=cpu pip install --no-build-isolation --no-deps "
+        "--force-reinstall vllm_fl from its source (docs/native-kernels.md)"
+    )
+    refusal = native_refusal("cuda")
+    assert refusal is not None
+    assert "built without CUDA kernels: nvcc was not found; install nvcc and a C++" in refusal
+    assert "VLLM_FL_DEVICE=cuda pip install" in refusal
+
+
+def test_a_module_that_was_built_and_is_gone_is_told(record):
+    record("2.13.0", there=False, cpu={})
+    refusal = native_refusal("cpu")
+    assert refusal is not None and "without CPU kernels: vllm_fl._C is gone; " in refusal
+
+
+def test_what_was_built_by_other_means_than_setup_is_tried(monkeypatch):
+    monkeypatch.setattr(native, "native_build", lambda: NativeBuild(problem="no record"))
+    monkeypatch.setattr(native.importlib.util, "find_spec", lambda name: object())
+    assert native_refusal("cuda") is None
+
+
+# ------------------------------------------------------------------------------ architectures
+
+
+class Gpu:
+    """torch.cuda of a process that has initialised a GPU, or has not."""
+
+    def __init__(self, arch: str, initialised: bool = True) -> None:
+        self.arch, self.is_initialized = arch, lambda: initialised
+
+    def get_device_capability(self) -> tuple[int, int]:
+        return int(self.arch[3:-1]), int(self.arch[-1])
+
+    def get_device_properties(self) -> SimpleNamespace:
+        return SimpleNamespace(gcnArchName=f"{self.arch}:sramecc+:xnack-")
+
+
+BUILT = ("sm_80", "sm_90", "sm_100", "compute_100")
+RUNS = (
+    (BUILT, "sm_80", True), (BUILT, "sm_89", True), (BUILT, "sm_90", True),
+    (BUILT, "sm_103", True), (BUILT, "sm_120", True), (BUILT, "sm_75", False),
+    (("sm_80",), "sm_90", False), (("sm_89",), "sm_80", False), (("sm_90a",), "sm_90", True),
+    (("sm_100a",), "sm_103", False), (("sm_100f",), "sm_103", True),
+    (("compute_80",), "sm_120", True), (("compute_90a",), "sm_100", False),
+    (("gfx90a", "gfx942"), "gfx942", True), (("gfx90a",), "gfx1100", False),
+)  # fmt: skip
+
+
+@pytest.mark.parametrize(("built", "gpu", "runs"), RUNS)
+def test_kernels_are_refused_on_a_gpu_that_they_have_no_code_for(
+    record, monkeypatch, built, gpu, runs
+):
+    device = "hip" if gpu.startswith("gfx") else "cuda"
+    record(None, **{device: {"architectures": built}})
+    monkeypatch.setitem(sys.modules, "torch", SimpleNamespace(cuda=Gpu(gpu)))
+    assert (native_refusal(device) is None) == runs
+
+
+def test_the_refusal_says_what_there_is_and_how_to_build_for_this_gpu(record, monkeypatch):
+    record(None, cuda={"architectures": BUILT})
+    monkeypatch.setitem(sys.modules, "torch", SimpleNamespace(cuda=Gpu("sm_75")))
+    assert native_refusal("cuda") == (
+        "vllm_fl's CUDA kernels are for sm_80, sm_90, sm_100, compute_100, and this GPU is sm_75: "
+        "build them with TORCH_CUDA_ARCH_LIST=7.5 (docs/native-kernels.md)"
+    )
+
+
+def test_where_cuda_is_not_initialised_the_gpu_is_not_asked(record, monkeypatch):
+    record(None, cuda={"architectures": BUILT})
+    torch = SimpleNamespace(cuda=Gpu("sm_75", initialised=False))
+    monkeypatch.setitem(sys.modules, "torch", torch)
+    assert native_refusal("cuda") is None
 
 
 def test_a_backend_without_its_extension_is_unavailable_and_its_guards_say_so(monkeypatch):

@@ -192,7 +192,7 @@ SETTINGS: tuple[Setting, ...] = (
          _names_text, _names_data),
     _row("PLATFORM", "platform", "a vendor's name",
          "Take the device to be this vendor's instead of detecting it.", str),
-    _row("DEVICE", "device", "auto, cpu or none",
+    _row("DEVICE", "device", "auto, cpu, cuda, hip or none",
          "For setup.py alone: which native kernels to build.", str, default="auto"),
 )  # fmt: skip
 
