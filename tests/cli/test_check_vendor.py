@@ -55,7 +55,19 @@ def test_a_package_as_it_is_written_has_every_item(package, capfd):
     told = json.loads(capfd.readouterr().out)
     assert told["passed"] and told["items"] == dict.fromkeys(ITEMS, True)
     [note] = told["findings"]
-    assert note["note"] and "FlagGems" in note["what"] and "higher priority" in note["what"]
+    vendor = f"vendor.{module.removeprefix('vllm_fl_')}"
+    assert note["note"] and note["item"] == "priority"
+    assert note["what"].startswith(
+        f"where FlagGems serves the device it is always chosen before {vendor}, by its priority "
+        "of 150, for silu_and_mul; "
+    )
+    for remedy in (
+        "registry.add_policies",
+        "a priority above",
+        f"vllm-fl verify --impl {vendor}",
+        "vllm-fl bench silu_and_mul",
+    ):
+        assert remedy in note["what"]
 
 
 def test_a_package_that_is_not_there_is_no_finding():
@@ -69,6 +81,7 @@ BACKEND, IMPL, REGISTER, INIT = (
     "register_ops.py",
     "__init__.py",
 )
+REGISTERED = "registry.register_many(backend.implementations)"
 MARK = "@backend.implements()"
 BROKEN = {
     "import": (
@@ -80,12 +93,12 @@ BROKEN = {
         "was written for version 9 of vllm_fl's API; this is version 1. Install a newer vllm_fl",
     ),
     "registration": (
-        [(REGISTER, "registry.register_many(backend.implementations)", "pass")],
+        [(REGISTER, REGISTERED, "pass")],
         "it registers nothing",
     ),
     "backend": (
         [(BACKEND, "Backend(Backend):", "Backend:\n    implementations = ()\n"),
-         (REGISTER, "registry.register_many(backend.implementations)",
+         (REGISTER, REGISTERED,
           "from vllm_fl.types import OpImpl\n    from .impl.activation import silu_and_mul\n"
           "    registry.register_impl(OpImpl('silu_and_mul', 'vendor.@NAME@', 'vendor', "
           "silu_and_mul, vendor='@NAME@', priority=100))"),
@@ -104,13 +117,17 @@ BROKEN = {
         [(BACKEND, "    api_version", "    priority = 10\n    api_version")],
         "so the reference (50) is always chosen",
     ),
+    "policy": (
+        [(REGISTER, REGISTERED, REGISTERED + "\n    registry.add_policies('/nowhere')")],
+        "/nowhere holds no *.yaml",
+    ),
     "signatures": (
         [(IMPL, "def silu_and_mul(x)", "def silu_and_mul(input)"), (IMPL, "(x)\n", "(input)\n")],
         "unexpected 'input'",
     ),
     "availability": (
-        [(BACKEND, "        return True", "        import yaml  # noqa\n        return True")],
-        "yaml; import kernels in load()",
+        [(BACKEND, "        return True", "        import rich  # noqa\n        return True")],
+        "rich; import kernels in load()",
     ),
     "missing dependency": (
         [(BACKEND, "from vllm_fl.types", "import kernels_that_nobody_has\nfrom vllm_fl.types")],
@@ -153,8 +170,8 @@ MORE = {
     ),
     "a module that is imported where it is required": (
         "missing dependency",
-        (BACKEND, 'requires = ("torch",)', 'import yaml\n    requires = ("torch", "yaml")'),
-        "without yaml it does not register: ModuleNotFoundError",
+        (BACKEND, 'requires = ("torch",)', 'import rich\n    requires = ("torch", "rich")'),
+        "without rich it does not register: ModuleNotFoundError",
     ),
     "an op that nobody declared": (
         "signatures",
@@ -169,6 +186,35 @@ def test_another_way_to_break_an_item_is_caught_too(package, name):
     item, change, said = MORE[name]
     found = missing(package(change))
     assert said in found.get(item, ""), found
+
+
+POLICY = (
+    REGISTER,
+    REGISTERED,
+    REGISTERED + "\n    from pathlib import Path\n"
+    "    registry.add_policies(Path(__file__).with_name('policies'))",
+)
+
+
+@pytest.mark.parametrize(
+    ("op", "said"),
+    [("silu_and_mul", None), ("silu_and_mlu", 'unknown op "silu_and_mlu"; valid: '), ("", "holds")],
+)
+def test_a_policy_of_its_own_is_checked_and_answers_the_note_on_flaggems(
+    package, tmp_path, op, said
+):
+    module = package(POLICY)
+    name = module.removeprefix("vllm_fl_")
+    folder = tmp_path / f"vllm-plugin-{name}" / module / "policies"
+    folder.mkdir()
+    if op:
+        (folder / f"{name}.yaml").write_text(f"op_backends:\n  {op}: [vendor:{name}, flagos]\n")
+    findings, _ = check_vendor(module, conformance=False)
+    if said is None:
+        assert findings == []
+    else:
+        assert [f.item for f in findings] == ["policy"]
+        assert said in findings[0].what
 
 
 def test_what_is_missing_is_printed_and_the_exit_code_is_one(package, capfd):

@@ -146,6 +146,21 @@ def test_a_tie_that_only_the_name_settles_is_a_problem_and_other_ties_are_notes(
     assert [level for level, *_ in findings(found=of("vendor.a", "vendor.cpu"))] == ["note"]
 
 
+def test_a_vendor_that_always_loses_to_flaggems_is_told_the_remedies_and_the_proof() -> None:
+    data = diagnosis(found=of("default.flaggems", "vendor.acme"))
+    [finding] = [f for f in data["findings"] if f["about"] == "priority"]
+    assert (finding["level"], finding["text"]) == (
+        "note",
+        "vendor.acme could serve scale, and always loses to default.flaggems, whose priority is "
+        "150, not 100",
+    )
+    assert finding["advice"] == (
+        "where the vendor's kernels are faster, its package says so: with an order in a policy "
+        "file (registry.add_policies), or with a priority above FlagGems'. That they are right "
+        "and faster is shown on the device: vllm-fl verify --impl vendor.acme, vllm-fl bench scale"
+    )
+
+
 def test_what_is_never_selected_is_one_line_for_all_its_ops() -> None:
     shown = {(e["impl_id"], *e["ops"]): e["reason"] for e in diagnosis()["never_selected"]}
     assert shown == {

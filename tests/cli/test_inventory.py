@@ -113,6 +113,27 @@ def test_an_op_whose_guard_raises_is_told_and_the_others_are_shown() -> None:
     }
 
 
+def behind(*impl_ids: str, **policy) -> list[tuple[str, int, str, int]]:
+    found = inventory(make_manager(*map(make_impl, impl_ids), **policy))["behind"]
+    return [(b["impl_id"], b["priority"], b["winner"], b["winners_priority"]) for b in found]
+
+
+def test_vendors_that_flaggems_priority_is_before_are_told() -> None:
+    flaggems = ("default.flaggems", 150)
+    assert behind("default.flaggems", "vendor.a", "vendor.b", "reference.torch") == [
+        ("vendor.a", 100, *flaggems),
+        ("vendor.b", 100, *flaggems),
+    ]
+    assert behind("vendor.a", "reference.torch") == []
+
+
+def test_whoever_said_so_knows_that_flaggems_is_first() -> None:
+    order = {"scale": ["flagos", "vendor"]}
+    assert behind("default.flaggems", "vendor.a", per_op_order=order) == []
+    assert behind("default.flaggems", "vendor.a", prefer="flagos") == []
+    assert behind("default.flaggems", "vendor.a", per_op_order={"scale": ["vendor:a"]}) == []
+
+
 def ties(*impl_ids: str, vendor: str = "cpu", **policy) -> list[tuple[str, list[str], str]]:
     manager = make_manager(*map(make_impl, impl_ids), **policy)
     manager.set_device(type(manager.device)(vendor, "cpu"))

@@ -18,7 +18,7 @@ def test_a_snapshot_is_json_with_all_that_a_bug_report_needs() -> None:
     assert json.loads(json.dumps(data)) == data
     assert set(data) == {
         "format", "machine", "versions", "enabled", "device", "config", "config_error", "policy",
-        "fingerprint", "plugins", "vendors", "ops", "implementations", "ties",
+        "fingerprint", "plugins", "vendors", "ops", "implementations", "ties", "behind",
     }  # fmt: skip
     assert data["format"] == FORMAT
     assert data["versions"]["torch"] == "2.13.0+cpu"

@@ -13,6 +13,8 @@ import pytest
 
 from vllm_fl.cli.check_vendor import ITEMS
 from vllm_fl.cli.new_vendor import DEFAULT_OPS, package_files
+from vllm_fl.dispatch import OpManager, OpRegistry
+from vllm_fl.dispatch.types import DeviceFacts, OpImpl, OpSignature
 
 DOCS = Path(__file__).parents[2] / "docs"
 CHECKLIST = re.compile(r"(<!-- checklist -->\n)(.*?)(<!-- end -->)", re.DOTALL)
@@ -65,6 +67,23 @@ def test_the_example_of_an_own_op_runs_and_prints_what_it_says():
     done = subprocess.run(command, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
     assert done.stdout.splitlines() == expected
+
+
+def test_the_policy_of_the_tutorial_puts_the_vendor_before_flaggems(tmp_path):
+    block = re.search(r"```yaml\n(.*?)```", page("add-a-vendor.md"), re.DOTALL)
+    assert block is not None
+    (tmp_path / "acme.yaml").write_text(block[1])
+    registry = OpRegistry()
+    registry.plugins = ()
+    registry.declare(OpSignature.parse("silu_and_mul(x)"))
+    for impl_id, kind, vendor, priority in (
+        ("default.flaggems", "flagos", None, 150),
+        ("vendor.acme", "vendor", "acme", 100),
+    ):
+        registry.register_impl(OpImpl("silu_and_mul", impl_id, kind, lambda x: x, vendor, priority))
+    registry.add_policies(tmp_path)
+    decision = OpManager(registry, device=DeviceFacts("acme", "acme")).decide("silu_and_mul")
+    assert decision.winner_id == "vendor.acme"
 
 
 @pytest.mark.parametrize("name", ["add-a-vendor", "add-an-operator"])

@@ -39,7 +39,7 @@ def test_four_commands_make_install_test_and_check_a_package(run, scratch, tmp_p
     checked = run([*cli, "check-vendor", "vllm_fl_acme"])
     seconds = time.monotonic() - start
     assert "6 passed" in tested.stdout
-    assert "vllm_fl_acme: all 12 items are there" in checked.stdout
+    assert "vllm_fl_acme: all 13 items are there" in checked.stdout
     assert seconds < SECONDS, f"{seconds:.0f} s"
 
 

@@ -13,7 +13,12 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from ..dispatch.types import API_VERSION, BackendImplKind, BackendPriority, OpImpl
+from ..dispatch.config import load_config
+from ..dispatch.packaged import policy_files
+from ..dispatch.policy import token_matches
+from ..dispatch.registry import OpRegistry
+from ..dispatch.types import API_VERSION, BackendImplKind, BackendPriority, DeviceFacts, OpImpl
+from .diagnosis import remedies
 from .errors import CommandError
 from .output import answer_stream, print_table
 
@@ -27,6 +32,7 @@ ITEMS = {
     "vendor": "the vendor is named, in small letters",
     "impl_id": "ids are vendor.<vendor> or vendor.<vendor>.<name>",
     "priority": "priorities can win: above the reference's 50",
+    "policy": "policy files that it ships, if any, order what there is",
     "signatures": "parameters are those of the op's declaration, and the op is declared",
     "availability": "it says whether it can run, imports no kernels for that, and is right",
     "missing dependency": "without a module that it needs, it registers and says what is missing",
@@ -113,7 +119,8 @@ def check_vendor(
     if found["error"] is not None:
         item, what = _of_error(package, found["error"])
         return [Finding(item, what)], [item]
-    impls = _registered(package)
+    registry = _registered(package)
+    impls = [i for impls in registry.snapshot().impls_by_op.values() for i in impls]
     findings = [
         *_about_registration(impls),
         *_about_availability(package, found, impls),
@@ -123,7 +130,7 @@ def check_vendor(
     if conformance and not any(f.item in ("backend", "availability") for f in findings):
         findings += _about_conformance(impls, device)
         asked = list(ITEMS)
-    findings += _about_flaggems(impls)
+    findings += _about_flaggems(impls, registry)
     return findings, asked
 
 
@@ -154,6 +161,8 @@ def _of_error(package: str, error: dict[str, str]) -> tuple[str, str]:
         )
     if kind == "SignatureMismatchError":
         return "signatures", said
+    if text.startswith("policy of "):
+        return "policy", said
     if "vllm_fl's API" in text:
         return "API version", said
     if "needs vendor=" in text:
@@ -165,9 +174,8 @@ def _of_error(package: str, error: dict[str, str]) -> tuple[str, str]:
     return ("registration" if "Error" in kind and "egist" in kind else "import"), said
 
 
-def _registered(package: str) -> list[OpImpl]:
+def _registered(package: str) -> OpRegistry:
     """What the package registers, in this process and in a registry of its own."""
-    from ..dispatch import OpRegistry
     from ..dispatch.discovery import REGISTRARS
     from ..ops import register_builtins
 
@@ -179,7 +187,7 @@ def _registered(package: str) -> list[OpImpl]:
         f for name in REGISTRARS if callable(f := getattr(module, name, None))
     )
     registrar(registry)
-    return [i for impls in registry.snapshot().impls_by_op.values() for i in impls]
+    return registry
 
 
 def _about_registration(impls: Sequence[OpImpl]) -> Iterator[Finding]:
@@ -296,14 +304,26 @@ def _about_conformance(impls: Sequence[OpImpl], device: str | None) -> Iterator[
                 yield Finding(item, str(failure))
 
 
-def _about_flaggems(impls: Sequence[OpImpl]) -> Iterator[Finding]:
-    behind = sorted({i.op_name for i in impls if i.priority < BackendPriority.DEFAULT})
-    if behind:
+def _about_flaggems(impls: Sequence[OpImpl], registry: OpRegistry) -> Iterator[Finding]:
+    """A note, because whether FlagGems serves the device is not the package's doing."""
+    behind: dict[str, list[str]] = {}
+    for impl in impls:
+        if impl.priority < BackendPriority.DEFAULT and not _is_ordered(impl, registry):
+            behind.setdefault(impl.impl_id, []).append(impl.op_name)
+    for impl_id, ops in behind.items():
+        names = sorted(set(ops))
         yield Finding(
             "priority",
-            f"where FlagGems serves the device, it is chosen first (150) for {', '.join(behind)}; "
-            "where your kernels are faster, ship an order in a policy file (op_backends, named by "
-            "VLLM_FL_CONFIG) or register with a higher priority; `vllm-fl verify --impl` shows "
-            "that they are right, a benchmark on the chip that they are faster",
+            f"where FlagGems serves the device it is always chosen before {impl_id}, by its "
+            f"priority of {int(BackendPriority.DEFAULT)}, for {', '.join(names)}; "
+            f"{remedies(impl_id, names[0])}",
             note=True,
         )
+
+
+def _is_ordered(impl: OpImpl, registry: OpRegistry) -> bool:
+    """Whether the package's policy for its vendor's device puts it first."""
+    device = DeviceFacts(impl.vendor or "", "")
+    packaged = policy_files(device, registry.snapshot())["packaged"]
+    order = load_config({}, packaged=packaged).policy.order_for(impl.op_name)
+    return bool(order) and token_matches(order[0], impl)

@@ -9,7 +9,7 @@ from typing import Any
 
 from .versions import find_conflicts
 
-__all__ = ["diagnose"]
+__all__ = ["diagnose", "remedies"]
 
 Finding = dict[str, str]
 
@@ -154,6 +154,7 @@ def _of_registry(found: Mapping[str, Any], *, torch_works: bool) -> Iterator[Fin
             f"the reference serves {', '.join(reference)}: correct, and slow",
             "in vLLM, its own forward stays where it is faster; else install the vendor's package",
         )  # fmt: skip
+    yield from _of_priority(found)
     for tie in found["ties"]:
         by_name = tie["settled_by"] == "the smaller id"
         yield _finding(
@@ -161,6 +162,30 @@ def _of_registry(found: Mapping[str, Any], *, torch_works: bool) -> Iterator[Fin
             f"{tie['op']}: {tie['winner']} and {', '.join(tie['others'])} have priority "
             f"{tie['priority']}; settled by: {tie['settled_by']}",
             f"say which: VLLM_FL_PER_OP='{tie['op']}=impl:{tie['winner']}'" if by_name else "",
+        )  # fmt: skip
+
+
+def remedies(impl_id: str, op: str) -> str:
+    """What to do where FlagGems is before a vendor's kernels and they are faster."""
+    return (
+        "where the vendor's kernels are faster, its package says so: with an order in a policy "
+        "file (registry.add_policies), or with a priority above FlagGems'. That they are right "
+        f"and faster is shown on the device: vllm-fl verify --impl {impl_id}, vllm-fl bench {op}"
+    )
+
+
+def _of_priority(found: Mapping[str, Any]) -> Iterator[Finding]:
+    """Vendors whose kernels FlagGems' priority is before."""
+    ops: dict[tuple[str, int, str, int], list[str]] = {}
+    for entry in found["behind"]:
+        key = (entry["impl_id"], entry["priority"], entry["winner"], entry["winners_priority"])
+        ops.setdefault(key, []).append(entry["op"])
+    for (impl_id, priority, winner, winners), names in ops.items():
+        yield _finding(
+            "note", "priority",
+            f"{impl_id} could serve {', '.join(names)}, and always loses to {winner}, whose "
+            f"priority is {winners}, not {priority}",
+            remedies(impl_id, names[0]),
         )  # fmt: skip
 
 

@@ -12,7 +12,7 @@ from ..dispatch.errors import DispatchError
 from ..dispatch.manager import OpManager
 from ..dispatch.policy import MODES
 from ..dispatch.registry import OpRegistrySnapshot
-from ..dispatch.types import OpImpl, Origin
+from ..dispatch.types import BackendImplKind, OpImpl, Origin
 
 __all__ = ["inventory"]
 
@@ -23,7 +23,8 @@ def inventory(manager: OpManager) -> dict[str, Any]:
     Returns:
         enabled, device, config, policy, fingerprint, plugins, vendors, ops (name to signature,
         summary, winner, why, closest), implementations (one entry each, with availability,
-        origin, and why it is never selected), ties.
+        origin, and why it is never selected), ties, behind (vendors' implementations that lose to
+        FlagGems by priority alone).
     """
     manager.ensure_initialized()
     snapshot = manager.registry.snapshot()
@@ -32,6 +33,7 @@ def inventory(manager: OpManager) -> dict[str, Any]:
     ops: dict[str, Any] = {}
     implementations: list[dict[str, Any]] = []
     ties: list[dict[str, Any]] = []
+    behind: list[dict[str, Any]] = []
     for op in sorted({*snapshot.declarations, *snapshot.impls_by_op}):
         impls = snapshot.impls_by_op.get(op, ())
         verdicts = {impl.impl_id: impl.availability(device) for impl in impls}
@@ -61,6 +63,7 @@ def inventory(manager: OpManager) -> dict[str, Any]:
             )
         if eager is not None:
             ties += _ties(eager, snapshot)
+            behind += _behind(eager)
     return {
         "enabled": manager.config.enabled,
         "device": {
@@ -78,6 +81,7 @@ def inventory(manager: OpManager) -> dict[str, Any]:
         "ops": ops,
         "implementations": implementations,
         "ties": ties,
+        "behind": behind,
     }
 
 
@@ -138,6 +142,24 @@ def _never(
             before = chain[-1].impl_id if chain else decision.winner_id
             why = why or {"code": "never_reached", "reason": f"{before} takes every call"}
     return why
+
+
+def _behind(decision: Decision) -> list[dict[str, Any]]:
+    """Vendors' implementations that could run, and that FlagGems' priority is before."""
+    winner = decision.winner
+    if winner is None or winner.kind is not BackendImplKind.DEFAULT or not decision.by_priority:
+        return []
+    return [
+        {
+            "op": decision.op,
+            "impl_id": impl.impl_id,
+            "priority": int(impl.priority),
+            "winner": winner.impl_id,
+            "winners_priority": int(winner.priority),
+        }
+        for impl in decision.candidates
+        if impl.kind is BackendImplKind.VENDOR
+    ]
 
 
 def _ties(decision: Decision, snapshot: OpRegistrySnapshot) -> list[dict[str, Any]]:

@@ -351,6 +351,12 @@ that writes its arguments says so: `mutates=("x",)`.
 ## Being chosen
 
 The highest priority that is available wins: FlagGems 150, vendors 100, the reference 50. Where your
-kernel is faster than FlagGems', measure it, and ship an order (`op_backends:` in a YAML file that
-`VLLM_FL_CONFIG` names) or a higher `priority` of the backend.
+kernel is faster than FlagGems', show it on your chip:
+
+    vllm-fl verify --impl vendor.@NAME@
+    vllm-fl bench @FIRST@
+
+and ship the order: `@PACKAGE@/policies/@NAME@.yaml` with `op_backends: {@FIRST@: [vendor:@NAME@, flagos]}`,
+listed in `[tool.setuptools.package-data]`, which `register_builtins` brings with
+`registry.add_policies(Path(__file__).with_name("policies"))`.
 """

@@ -41,6 +41,7 @@ def probe(module: str, blocked: Sequence[str] = ()) -> dict[str, Any]:
     """
     sys.meta_path.insert(0, _Blocked(blocked))
     import torch  # contracts need it, so it counts for nobody
+    import yaml  # noqa: F401  (registering reads policies with it)
 
     from ..dispatch import OpRegistry
     from ..dispatch.discovery import REGISTRARS
