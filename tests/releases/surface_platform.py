@@ -34,9 +34,35 @@ OWN_PLATFORM = (
         "named as the wrapper of static graphs",
         (Kind("class"),),
     ),
+    Entry(f"{BACKENDS}.TRITON_ATTN", "the attention backend without compiled kernels"),
+    Entry(
+        "vllm.v1.attention.backend:AttentionBackend.validate_configuration",
+        "says what an attention backend cannot do",
+        (Kind("function"),),
+    ),
+    Entry(
+        f"{INTERFACE}:Platform.get_punica_wrapper",
+        "asks for LoRA's kernels",
+        (Takes(""),),
+    ),
+    Entry(
+        "vllm.lora.punica_wrapper.punica_gpu:PunicaWrapperGPU",
+        "LoRA's kernels, which are Triton's",
+        (Kind("class"),),
+    ),
     *(
-        Entry(f"{BACKENDS}.{name}", "an attention backend without compiled kernels")
-        for name in ("FLEX_ATTENTION", "TRITON_ATTN")
+        Entry(
+            f"vllm.v1.worker.gpu_worker:Worker.{name}",
+            "runs the model before the first request",
+            (Kind("function"),),
+        )
+        for name in (
+            "load_model",
+            "determine_available_memory",
+            "initialize_from_config",
+            "compile_or_warm_up_model",
+            "_maybe_get_memory_pool_context",
+        )
     ),
     *(
         Entry(

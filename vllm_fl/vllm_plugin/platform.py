@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import contextlib
 import importlib
+from dataclasses import fields
 from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
@@ -19,39 +20,23 @@ from vllm.v1.attention.backends.registry import AttentionBackendEnum
 
 from ..backends.vendor.devices import detect, device_of
 from ..dispatch.config import load_config
+from ..dispatch.log import logger
 from . import device_queries, shims
 from .platform_choice import has_extension
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
 
-__all__ = ["PlatformFL", "refusal"]
+__all__ = ["PlatformFL"]
 
 _DEVICE = device_of(detect(load_config().platform).vendor)
 _WORKER = "vllm_fl.vllm_plugin.worker.Worker"
 _EXTENSIONS = ("_C_stable_libtorch", "_moe_C_stable_libtorch", "_C", "_moe_C")
 """The names of vLLM's extensions in the releases."""
 
-_ATTENTION = (AttentionBackendEnum.TRITON_ATTN, AttentionBackendEnum.FLEX_ATTENTION)
-"""The attention backends in vLLM that need no compiled extension."""
-
-
-def refusal(config: VllmConfig) -> str | None:
-    """Why this platform cannot serve a configuration, or None."""
-    parallel, model = config.parallel_config, config.model_config
-    if parallel.world_size > 1 or parallel.data_parallel_size > 1:
-        return "more than one device (tensor, pipeline or data parallelism)"
-    if config.lora_config is not None:
-        return "LoRA adapters"
-    if model is None:
-        return None
-    if model.quantization is not None:
-        return f"weights quantized as '{model.quantization}'"
-    if model.use_mla:
-        return "multi-head latent attention (MLA)"
-    if model.is_moe:
-        return "mixtures of experts"
-    return None
+_ATTENTION = AttentionBackendEnum.TRITON_ATTN
+"""The attention backend that needs no compiled extension. FLEX_ATTENTION writes the cache by a
+kernel of it."""
 
 
 class PlatformFL(Platform):
@@ -87,40 +72,73 @@ class PlatformFL(Platform):
         Raises:
             ValueError: the configuration needs what this platform does not have.
         """
-        why = refusal(vllm_config)
-        if why is not None:
-            raise ValueError(
-                f"vllm_fl's platform for {cls.vendor} does not serve {why} yet. It serves dense, "
-                "unquantized models on one device. Use a vLLM with its compiled extension, or the "
-                "vendor's own platform plugin."
-            )
+        from .refusals import refusals
+
+        found = refusals(
+            vllm_config,
+            cls.vendor,
+            device_type=cls.device_type,
+            capability=cls.get_device_capability,
+        )
+        asked = getattr(getattr(vllm_config, "attention_config", None), "backend", None)
+        reasons = [*found, *([] if asked is None else cls._attention_refusals(asked, None))]
+        if reasons:
+            raise ValueError("\n".join(reasons))
         cls.import_kernels()
         parallel = vllm_config.parallel_config
         if parallel.worker_cls == "auto":
             parallel.worker_cls = _WORKER
-        passes = vllm_config.compilation_config.pass_config
-        # Their passes are not imported for platforms out of vLLM's tree: a NameError otherwise.
-        for name in ("fuse_norm_quant", "fuse_act_quant"):
-            if hasattr(passes, name):
-                setattr(passes, name, False)
+        _leave_out_passes(vllm_config.compilation_config.pass_config)
 
     @classmethod
     def get_attn_backend_cls(
         cls, selected_backend: Any, attn_selector_config: Any, num_heads: int | None = None
     ) -> str:
-        """The attention backend's path; Triton unless another one without kernels was asked for.
+        """The attention backend's path: Triton's.
 
         Raises:
-            ValueError: a backend that needs vLLM's compiled extension was asked for.
+            ValueError: another backend was asked for, or it cannot do what the layer needs.
         """
-        backend = selected_backend or AttentionBackendEnum.TRITON_ATTN
-        if backend not in _ATTENTION:
-            names = ", ".join(b.name for b in _ATTENTION)
-            raise ValueError(
-                f"vllm_fl's platform for {cls.vendor} has no attention backend {backend.name}, "
-                f"which needs kernels that this vLLM lacks; available: {names}"
-            )
+        backend = selected_backend or _ATTENTION
+        reasons = cls._attention_refusals(backend, attn_selector_config)
+        if reasons:
+            raise ValueError("\n".join(reasons))
         return str(backend.get_path())
+
+    @classmethod
+    def _attention_refusals(cls, backend: Any, needed: Any) -> list[str]:
+        """Why an attention backend cannot serve, or cannot serve this layer; a sentence each."""
+        from .refusals import sentence
+
+        if backend is not _ATTENTION:
+            return [
+                sentence(
+                    cls.vendor,
+                    f"attention by {backend.name}",
+                    "it needs kernels of vLLM's compiled extension or packages for vLLM's own "
+                    "platforms",
+                    f"use {_ATTENTION.name}, which is what is chosen where nothing is",
+                )
+            ]
+        if needed is None:
+            return []
+        lacking = backend.get_class().validate_configuration(
+            device_capability=cls.get_device_capability(), **needed._asdict()
+        )
+        if not lacking:
+            return []
+        return [
+            sentence(cls.vendor, "this model's attention", f"{backend.name}: {', '.join(lacking)}")
+        ]
+
+    @classmethod
+    def check_runner_kv_caches_multi_layer(cls) -> None:
+        """Two attention layers may have one index: the runner is vLLM's own for GPUs."""
+
+    @classmethod
+    def get_punica_wrapper(cls) -> str:
+        """LoRA's kernels: Triton's, which vLLM uses on its own GPUs too."""
+        return "vllm.lora.punica_wrapper.punica_gpu.PunicaWrapperGPU"
 
     # ------------------------------------------------------------------- abilities
 
@@ -210,3 +228,17 @@ class PlatformFL(Platform):
         """Whether it shares the host's memory."""
         properties = getattr(torch, cls.device_type).get_device_properties(device_id)
         return bool(getattr(properties, "is_integrated", False))
+
+
+def _leave_out_passes(passes: Any) -> None:
+    """Switch off vLLM's fusions: they match kernels of the extension, and are not even imported
+    for platforms out of vLLM's tree (a NameError otherwise)."""
+    on = [
+        field.name
+        for field in fields(passes)
+        if field.name.startswith(("fuse_", "enable_")) and getattr(passes, field.name)
+    ]
+    for name in on:
+        setattr(passes, name, False)
+    if on:
+        logger.info("vllm_fl's platform leaves out vLLM's passes %s", ", ".join(on))

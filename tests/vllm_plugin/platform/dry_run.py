@@ -6,11 +6,15 @@ NVML is faked, and vLLM's extension is said to be absent. Prints one JSON object
 
 from __future__ import annotations
 
+import contextlib
 import json
 import sys
 import types
+from collections.abc import Iterator
+from dataclasses import fields
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 MODEL = {
     "architectures": ["Qwen3ForCausalLM"],
@@ -58,6 +62,76 @@ def attempt(make: Any) -> str:
         return f"{type(error).__name__}: {error}"
 
 
+def changes(config: Any) -> Iterator[tuple[str, list[Any]]]:
+    """What is asked of the platform: a name, and what to patch."""
+    from vllm.config.lora import LoRAConfig
+    from vllm.v1.attention.backends.registry import AttentionBackendEnum
+
+    from vllm_fl.vllm_plugin import functions, refusals
+
+    def of(owner: Any, **values: Any) -> list[Any]:
+        return [mock.patch.object(owner, name, value) for name, value in values.items()]
+
+    model, parallel, cache = config.model_config, config.parallel_config, config.cache_config
+    kind = type(model)
+    moe = of(kind, is_moe=True)
+    served = of(functions, FUNCTIONS=[types.SimpleNamespace(op=op) for op in refusals.ROUTING])
+    lora = of(config, lora_config=LoRAConfig())
+    drafts = {
+        name: of(config, speculative_config=types.SimpleNamespace(method=name))
+        for name in ("ngram", "eagle", "draft_model", "dflash")
+    }
+    old = of(refusals, _shares_indices=lambda: False)
+    yield "two devices", of(parallel, world_size=2)
+    yield "data parallelism", of(parallel, data_parallel_size=2)
+    yield "lora", lora
+    yield "lora on experts", [*lora, *moe, *served]
+    yield "experts that nothing serves", [*moe, *of(functions, FUNCTIONS=())]
+    yield "experts", [*moe, *served]
+    yield "quantized", of(model, quantization="fp8")
+    yield "bitsandbytes", of(model, quantization="bitsandbytes")
+    yield "latent attention", of(kind, use_mla=True)
+    yield "mamba", of(kind, architectures=["MambaForCausalLM"])
+    both = of(model, is_encoder_decoder=True)
+    yield "encoder and decoder", both
+    yield "encoder and decoder on vLLM 0.25", [*old, *both]
+    yield "draft model on vLLM 0.25", [*old, *drafts["draft_model"]]
+    yield from drafts.items()
+    yield "kv connector", of(config, kv_transfer_config=types.SimpleNamespace())
+    yield "fp8 cache", of(cache, cache_dtype="fp8")
+    yield "nvfp4 cache", of(cache, cache_dtype="nvfp4")
+    attention = config.attention_config
+    yield "flex attention", of(attention, backend=AttentionBackendEnum.FLEX_ATTENTION)
+    yield "two at once", [*of(parallel, world_size=2), *of(model, quantization="fp8")]
+
+
+def outcomes(config: Any, platform: Any) -> tuple[dict[str, str], list[str]]:
+    """What is refused, with the words, and what is served."""
+    refused, served = {}, []
+
+    def check(name: str, patches: list[Any]) -> None:
+        with contextlib.ExitStack() as stack:
+            for patch in patches:
+                stack.enter_context(patch)
+            told = attempt(lambda: platform.check_and_update_config(config))
+        if told == "None":
+            served.append(name)
+        else:
+            refused[name] = told
+
+    for name, patches in changes(config):
+        check(name, patches)
+    fp8 = mock.patch.object(config.cache_config, "cache_dtype", "fp8")
+    fake_nvml((8, 0))
+    check("fp8 cache on an A100", [fp8])
+    fake_nvml((9, 0))
+    musa = mock.patch.object(type(platform), "device_type", "musa")
+    offload = types.SimpleNamespace(uva=types.SimpleNamespace(cpu_offload_gb=4))
+    check("offloaded weights", [mock.patch.object(config, "offload_config", offload)])
+    check("offloaded weights on musa", [musa, mock.patch.object(config, "offload_config", offload)])
+    return refused, served
+
+
 def main(folder: str) -> None:
     fake_nvml((9, 0))
     from vllm_fl.vllm_plugin import platform_choice
@@ -70,10 +144,10 @@ def main(folder: str) -> None:
 
     vllm.platforms.current_platform = ours.PlatformFL()
     import torch
-    from vllm.config.lora import LoRAConfig
     from vllm.engine.arg_utils import EngineArgs
     from vllm.platforms import current_platform
     from vllm.v1.attention.backends.registry import AttentionBackendEnum
+    from vllm.v1.attention.selector import AttentionSelectorConfig
 
     Path(folder, "config.json").write_text(json.dumps(MODEL))
 
@@ -91,23 +165,23 @@ def main(folder: str) -> None:
     }
     made = config()
     answer["worker"] = made.parallel_config.worker_cls
-    answer["norm_quant"] = made.compilation_config.pass_config.fuse_norm_quant
     answer["shims"] = [shim.name for shim in shims.installed()]
+    answer["passes"] = sorted(
+        field.name
+        for field in fields(made.compilation_config.pass_config)
+        if getattr(made.compilation_config.pass_config, field.name) is True
+    )
     choose = current_platform.get_attn_backend_cls
     answer["attention"] = choose(None, None)
+    for name, layer in (("small heads", {"head_size": 16}), ("cache", {"kv_cache_dtype": "nvfp4"})):
+        usual = {"head_size": 64, "dtype": torch.bfloat16, "kv_cache_dtype": None}
+        needed = AttentionSelectorConfig(**{**usual, "block_size": 16, **layer})
+        answer[f"attention, {name}"] = attempt(lambda needed=needed: choose(None, needed))
     answer["flash"] = attempt(lambda: choose(AttentionBackendEnum.FLASH_ATTN, None))
-    check = current_platform.check_and_update_config
-    refused = {}
-    made.parallel_config.world_size = 2
-    refused["two devices"] = attempt(lambda: check(made))
-    made.parallel_config.world_size = 1
-    made.lora_config = LoRAConfig()
-    refused["lora"] = attempt(lambda: check(made))
-    made.lora_config = None
-    made.model_config.quantization = "fp8"
-    refused["quantized"] = attempt(lambda: check(made))
-    made.model_config.quantization = None
-    answer["refused"] = refused
+    answer["lora"] = current_platform.get_punica_wrapper()
+    answer["two layers of one index"] = attempt(current_platform.check_runner_kv_caches_multi_layer)
+    answer["sleep"] = attempt(lambda: config(enable_sleep_mode=True))
+    answer["refused"], answer["served"] = outcomes(made, current_platform)
     # What vLLM's passes name when they are imported: an AttributeError without the schemas.
     import vllm.compilation.passes.fusion.matcher_utils
     import vllm.compilation.passes.fusion.rms_quant_fusion

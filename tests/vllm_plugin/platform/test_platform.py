@@ -47,31 +47,125 @@ def test_the_device_is_asked_through_nvml(answer) -> None:
 
 def test_a_configuration_gets_the_worker_and_loses_the_passes_that_are_not_there(answer) -> None:
     assert answer["worker"] == "vllm_fl.vllm_plugin.worker.Worker"
-    assert answer["norm_quant"] is False
+    assert answer["passes"] == ["eliminate_noops"]
+
+
+SENTENCE = "ValueError: vllm_fl's platform for cuda does not serve "
+ELSEWHERE = "use a vLLM with its compiled extension, or the vendor's own platform plugin"
 
 
 def test_attention_is_tritons_and_one_with_kernels_is_refused_by_name(answer) -> None:
     assert answer["attention"].endswith("TritonAttentionBackend")
     assert answer["flash"] == (
-        "ValueError: vllm_fl's platform for cuda has no attention backend FLASH_ATTN, which needs "
-        "kernels that this vLLM lacks; available: TRITON_ATTN, FLEX_ATTENTION"
+        f"{SENTENCE}attention by FLASH_ATTN: it needs kernels of vLLM's compiled extension or "
+        "packages for vLLM's own platforms; use TRITON_ATTN, which is what is chosen where "
+        "nothing is"
     )
+
+
+def test_a_layer_that_tritons_attention_cannot_serve_is_refused_with_the_reason(answer) -> None:
+    text = f"{SENTENCE}this model's attention: TRITON_ATTN: %s not supported; {ELSEWHERE}"
+    assert answer["attention, small heads"] == text % "head_size"
+    assert answer["attention, cache"] == text % "kv_cache_dtype"
+
+
+NO_KERNEL = "vllm_fl does not reach vLLM's function"
+REFUSED = {
+    "two devices": "more than one device (tensor, pipeline or data parallelism): vLLM captures "
+    "graphs with the communicators of its own platforms only; use one device, or "
+    + ELSEWHERE.removeprefix("use "),
+    "lora on experts": "LoRA adapters on a mixture of experts: their tokens are sorted by "
+    "moe_lora_align_block_size of vLLM's compiled extension; merge the adapter into the weights",
+    "experts that nothing serves": f"mixtures of experts: nothing serves topk_softmax ({NO_KERNEL})"
+    f", moe_align_block_size ({NO_KERNEL}), moe_sum ({NO_KERNEL}); {ELSEWHERE}",
+    "quantized": "weights quantized as 'fp8': the kernels are in vLLM's compiled extension, and "
+    f"are chosen on its own platforms; load unquantized weights, or {ELSEWHERE}",
+    "latent attention": "multi-head latent attention (MLA): its cache is written and gathered by "
+    f"kernels of vLLM's compiled extension; {ELSEWHERE}",
+    "mamba": "MambaForCausalLM: it calls selective_scan_fwd, Mamba's scan, of vLLM's compiled "
+    f"extension; {ELSEWHERE}",
+    "encoder and decoder on vLLM 0.25": "encoder-decoder models: this vLLM refuses two attention "
+    "layers of one index on a platform out of its tree; use vLLM 0.28 or later",
+    "draft model on vLLM 0.25": "speculative decoding by a draft model: this vLLM refuses two "
+    "attention layers of one index on a platform out of its tree; use ngram or eagle, or vLLM "
+    "0.28 or later",
+    "dflash": "speculative decoding by 'dflash': its draft model calls rms_norm and "
+    "rotary_embedding of vLLM's compiled extension; use ngram, eagle or a draft model",
+    "kv connector": "a KV connector (transfer or offloading of the KV cache): its copies are "
+    f"kernels of vLLM's compiled extension, or ask for vLLM's own platform; {ELSEWHERE}",
+    "nvfp4 cache": "a KV cache of type 'nvfp4': vLLM's Triton attention has no such cache; use "
+    "--kv-cache-dtype auto or fp8",
+    "fp8 cache on an A100": "a KV cache of type 'fp8' on compute capability 8.0: Triton converts "
+    "to FP8 from 8.9 on; use --kv-cache-dtype auto",
+    "offloaded weights on musa": "weights that stay in the host's memory (--cpu-offload-gb): a "
+    "device of type musa is not known to see it; leave the option out",
+    "flex attention": "attention by FLEX_ATTENTION: it needs kernels of vLLM's compiled extension "
+    "or packages for vLLM's own platforms; use TRITON_ATTN, which is what is chosen where nothing "
+    "is",
+}
+
+
+@pytest.mark.parametrize("what", REFUSED)
+def test_what_it_cannot_serve_is_refused_at_the_start_in_a_sentence(answer, what) -> None:
+    assert answer["refused"][what] == SENTENCE + REFUSED[what]
+
+
+def test_nothing_else_is_refused(answer) -> None:
+    assert set(answer["refused"]) == {*REFUSED, "data parallelism", "two at once"}
+    assert answer["served"] == [
+        "lora",
+        "experts",
+        "bitsandbytes",
+        "encoder and decoder",
+        "ngram",
+        "eagle",
+        "draft_model",
+        "fp8 cache",
+        "offloaded weights",
+    ]
+    assert answer["refused"]["two at once"].splitlines() == [
+        SENTENCE + REFUSED["two devices"],
+        (SENTENCE + REFUSED["quantized"]).removeprefix("ValueError: "),
+    ]
+
+
+def test_sleep_mode_is_refused_by_vllm_itself(answer) -> None:
+    assert "Sleep mode is not supported on current platform" in answer["sleep"]
+
+
+def test_lora_has_vllms_triton_kernels_and_layers_may_share_an_index(answer) -> None:
+    assert answer["lora"] == "vllm.lora.punica_wrapper.punica_gpu.PunicaWrapperGPU"
+    assert answer["two layers of one index"] == "None"
 
 
 @pytest.mark.parametrize(
-    ("what", "said"),
+    "error",
     [
-        ("two devices", "more than one device (tensor, pipeline or data parallelism)"),
-        ("lora", "LoRA adapters"),
-        ("quantized", "weights quantized as 'fp8'"),
+        AttributeError("'_OpNamespace' '_moe_C' object has no attribute 'topk_sigmoid'"),
+        NotImplementedError("Could not run '_C::silu_and_mul' with arguments from the 'CUDA'"),
+        RuntimeError("InductorError: AttributeError: '_OpNamespace' '_C' object has no attribute"),
+        NotImplementedError(),
     ],
 )
-def test_what_it_cannot_serve_is_refused_at_the_start(answer, what, said) -> None:
-    assert answer["refused"][what] == (
-        f"ValueError: vllm_fl's platform for cuda does not serve {said} yet. It serves dense, "
-        "unquantized models on one device. Use a vLLM with its compiled extension, or the "
-        "vendor's own platform plugin."
-    )
+def test_a_kernel_that_is_missing_all_the_same_is_named_for_what_it_is(error) -> None:
+    from vllm_fl.vllm_plugin.explained import explained
+
+    with (
+        pytest.raises(
+            RuntimeError, match="vllm_fl's platform cannot serve this model: loading"
+        ) as caught,
+        explained("loading the model"),
+    ):
+        raise error
+    assert caught.value.__cause__ is error
+    assert str(caught.value).endswith(ELSEWHERE)
+
+
+def test_other_errors_stay_what_they_are() -> None:
+    from vllm_fl.vllm_plugin.explained import explained
+
+    with pytest.raises(AttributeError, match="no attribute 'weight'"), explained("loading"):
+        raise AttributeError("'Linear' object has no attribute 'weight'")
 
 
 def test_the_stand_ins_are_listed_and_let_vllms_passes_be_imported(answer) -> None:
