@@ -138,7 +138,7 @@ $(GEMS_READY): $(READY) Makefile
 
 # In the tree, where the environment's editable install looks. Without a compiler there are none,
 # and all else works: setup.py says so, and so does `vllm-fl list`.
-$(NATIVE): $(READY) setup.py $(shell find csrc -type f)
+$(NATIVE): $(READY) setup.py $(shell find csrc -type f ! -name '*.pyc')
 	@echo "native: compiling (log: $(NATIVE).log)"
 	@$(BIN)/python setup.py build_ext --inplace >$(NATIVE).log 2>&1 || \
 		echo "native: failed; going on without"

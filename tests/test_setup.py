@@ -155,15 +155,19 @@ def test_what_was_built_by_other_means_than_setup_is_tried(monkeypatch):
 
 
 class Gpu:
-    """torch.cuda of a process that has initialised a GPU, or has not."""
+    """torch of a process that has initialised a GPU, or has not."""
 
     def __init__(self, arch: str, initialised: bool = True) -> None:
-        self.arch, self.is_initialized = arch, lambda: initialised
+        self.cuda, self.arch, self.is_initialized = self, arch, lambda: initialised
+        self.version = SimpleNamespace(hip="6.4" if arch.startswith("gfx") else None)
 
     def get_device_capability(self) -> tuple[int, int]:
         return int(self.arch[3:-1]), int(self.arch[-1])
 
-    def get_device_properties(self) -> SimpleNamespace:
+    def current_device(self) -> int:
+        return 0
+
+    def get_device_properties(self, index: int) -> SimpleNamespace:
         return SimpleNamespace(gcnArchName=f"{self.arch}:sramecc+:xnack-")
 
 
@@ -184,23 +188,22 @@ def test_kernels_are_refused_on_a_gpu_that_they_have_no_code_for(
 ):
     device = "hip" if gpu.startswith("gfx") else "cuda"
     record(None, **{device: {"architectures": built}})
-    monkeypatch.setitem(sys.modules, "torch", SimpleNamespace(cuda=Gpu(gpu)))
+    monkeypatch.setitem(sys.modules, "torch", Gpu(gpu))
     assert (native_refusal(device) is None) == runs
 
 
 def test_the_refusal_says_what_there_is_and_how_to_build_for_this_gpu(record, monkeypatch):
     record(None, cuda={"architectures": BUILT})
-    monkeypatch.setitem(sys.modules, "torch", SimpleNamespace(cuda=Gpu("sm_75")))
+    monkeypatch.setitem(sys.modules, "torch", Gpu("sm_75"))
     assert native_refusal("cuda") == (
-        "vllm_fl's CUDA kernels are for sm_80, sm_90, sm_100, compute_100, and this GPU is sm_75: "
-        "build them with TORCH_CUDA_ARCH_LIST=7.5 (docs/native-kernels.md)"
+        "vllm_fl's CUDA kernels are for sm_80, sm_90, sm_100, compute_100, and this GPU is sm_75; "
+        f"set TORCH_CUDA_ARCH_LIST=7.5, and {native.how_to_build('cuda')}"
     )
 
 
 def test_where_cuda_is_not_initialised_the_gpu_is_not_asked(record, monkeypatch):
     record(None, cuda={"architectures": BUILT})
-    torch = SimpleNamespace(cuda=Gpu("sm_75", initialised=False))
-    monkeypatch.setitem(sys.modules, "torch", torch)
+    monkeypatch.setitem(sys.modules, "torch", Gpu("sm_75", initialised=False))
     assert native_refusal("cuda") is None
 
 

@@ -95,14 +95,38 @@ def native_build(record: Path = _RECORD) -> NativeBuild:
 
 def how_to_build(device: str) -> str:
     """What to do where the kernels for a device are missing."""
-    # By name, so that what is missing is an error of pip's and not a line of its log.
+    # By name: what is missing is then an error, and not a line of a log that pip does not show.
     return (
         f"install {_NEEDS[device]}, then VLLM_FL_DEVICE={device} pip install --no-build-isolation "
         "--no-deps --force-reinstall vllm_fl from its source (docs/native-kernels.md)"
     )
 
 
+@dataclass(frozen=True, slots=True)
+class Refusal:
+    """Why the kernels for a device cannot be used.
+
+    Attributes:
+        code: "missing", or "unfit" for another torch or another GPU.
+        why: a sentence.
+        advice: what to do.
+    """
+
+    code: str
+    why: str
+    advice: str
+
+    def __str__(self) -> str:
+        return f"{self.why}; {self.advice}"
+
+
 def native_refusal(device: str) -> str | None:
+    """The text of `find_refusal`."""
+    refusal = find_refusal(device)
+    return None if refusal is None else str(refusal)
+
+
+def find_refusal(device: str) -> Refusal | None:
     """Why the native kernels for a device cannot be used here, or None.
 
     Nothing is loaded and no device is touched: that the file is there, and is for the installed
@@ -115,17 +139,18 @@ def native_refusal(device: str) -> str | None:
     build = native_build()
     made = build.devices.get(device)
     reason = build.problem if made is None else made.reason
-    missing = importlib.util.find_spec(MODULES[device]) is None
-    if made is None and not missing:
+    absent = importlib.util.find_spec(MODULES[device]) is None
+    if made is None and not absent:
         return None  # built by other means than setup.py; loading it will tell
-    if missing or reason is not None:
+    if absent or reason is not None:
         why = reason or f"{MODULES[device]} is gone"
-        return f"vllm_fl was built without {_NAMES[device]} kernels: {why}; {how_to_build(device)}"
-    return _torch_refusal(device, build) or _architecture_refusal(device, build)
+        text = f"vllm_fl was built without {_NAMES[device]} kernels: {why}"
+        return Refusal("missing", text, how_to_build(device))
+    return _torch_refusal(device, build) or _gpu_refusal(device, build)
 
 
-def _torch_refusal(device: str, build: NativeBuild) -> str | None:
-    """Why kernels that were built for one torch do not fit the installed one, or None."""
+def _torch_refusal(device: str, build: NativeBuild) -> Refusal | None:
+    """Kernels that were built for another torch than the installed one."""
     if build.torch is None:
         return None
     try:
@@ -135,36 +160,39 @@ def _torch_refusal(device: str, build: NativeBuild) -> str | None:
     # The build's name after the + is another matter: 2.13.0+cpu runs what 2.13.0 compiled.
     if installed.partition("+")[0] == build.torch.partition("+")[0]:
         return None
-    return (
+    text = (
         f"vllm_fl's {_NAMES[device]} kernels were built for torch {build.torch}, and this is "
-        f"{installed}; {how_to_build(device)}"
+        f"{installed}"
     )
+    return Refusal("unfit", text, how_to_build(device))
 
 
-def _architecture_refusal(device: str, build: NativeBuild) -> str | None:
-    """Why kernels do not run on the GPU that this process has initialised, or None."""
+def _gpu_refusal(device: str, build: NativeBuild) -> Refusal | None:
+    """Kernels that have no code for the GPU that this process has initialised."""
     architectures = build.devices[device].architectures
-    gpu = None if device == "cpu" else _initialised_gpu(device)
+    gpu = None if device == "cpu" else initialised_gpu()
     if gpu is None or any(_runs(architecture, gpu) for architecture in architectures):
         return None
-    variable, value = "PYTORCH_ROCM_ARCH", gpu
-    if device == "cuda":
-        variable, value = "TORCH_CUDA_ARCH_LIST", f"{gpu[3:-1]}.{gpu[-1]}"
-    return (
+    setting = f"PYTORCH_ROCM_ARCH={gpu}"
+    if gpu.startswith("sm_"):
+        setting = f"TORCH_CUDA_ARCH_LIST={gpu[3:-1]}.{gpu[-1]}"
+    text = (
         f"vllm_fl's {_NAMES[device]} kernels are for {', '.join(architectures)}, and this GPU is "
-        f"{gpu}: build them with {variable}={value} (docs/native-kernels.md)"
+        f"{gpu}"
     )
+    return Refusal("unfit", text, f"set {setting}, and {how_to_build(device)}")
 
 
-def _initialised_gpu(device: str) -> str | None:
+def initialised_gpu() -> str | None:
     """The architecture of the current GPU, e.g. "sm_90" or "gfx942"; None where CUDA is not
     initialised: asking would do so, after which no process could be forked from this one."""
-    cuda: Any = getattr(sys.modules.get("torch"), "cuda", None)
-    if cuda is None or not cuda.is_initialized():
+    torch: Any = sys.modules.get("torch")
+    if torch is None or not hasattr(torch, "cuda") or not torch.cuda.is_initialized():
         return None
-    if device == "hip":
-        return str(cuda.get_device_properties().gcnArchName).partition(":")[0]
-    return "sm_{}{}".format(*cuda.get_device_capability())
+    if torch.version.hip:
+        properties = torch.cuda.get_device_properties(torch.cuda.current_device())
+        return str(properties.gcnArchName).partition(":")[0]
+    return "sm_{}{}".format(*torch.cuda.get_device_capability())
 
 
 def _runs(architecture: str, gpu: str) -> bool:

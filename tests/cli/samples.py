@@ -15,6 +15,7 @@ from vllm_fl.cli.snapshot import snapshot
 from vllm_fl.dispatch import Config, OpImpl, OpManager, OpRegistry, load_config
 from vllm_fl.dispatch.discovery import PluginRecord
 from vllm_fl.dispatch.types import BackendImplKind, DeviceFacts, Origin, VendorInfo
+from vllm_fl.native import how_to_build
 from vllm_fl.ops.activation import SILU_AND_MUL
 from vllm_fl.ops.normalization import RMS_NORM
 
@@ -130,6 +131,32 @@ HOOKS: dict[str, Any] = {
 }
 
 
+NATIVE: dict[str, Any] = {
+    "asked": "auto",
+    "torch": "2.13.0+cpu",
+    "problem": None,
+    "devices": [
+        {
+            "device": "cpu",
+            "state": "works, with AVX512",
+            "code": "works",
+            "advice": "",
+            "compiler": "g++ 12.2.0",
+            "architectures": ["DEFAULT", "AVX2", "AVX512"],
+        },
+        {
+            "device": "cuda",
+            "state": "vllm_fl was built without CUDA kernels: torch 2.13.0+cpu is built without "
+            "CUDA",
+            "code": "missing",
+            "advice": how_to_build("cuda"),
+            "compiler": None,
+            "architectures": [],
+        },
+    ],
+}
+
+
 def sample_list() -> dict[str, Any]:
     """The answer of `vllm-fl list`."""
     return listing(found())
@@ -151,7 +178,7 @@ def sample_config() -> dict[str, Any]:
 
 def sample_doctor() -> dict[str, Any]:
     """The answer of `vllm-fl doctor`."""
-    return diagnose(VERSIONS, IMPORTS, found(), HOOKS)
+    return diagnose(VERSIONS, IMPORTS, found(), HOOKS, NATIVE)
 
 
 def sample_bench() -> dict[str, Any]:

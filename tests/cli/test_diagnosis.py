@@ -26,6 +26,7 @@ def diagnosis(**seen: Any) -> dict[str, Any]:
         seen.get("imports", samples.IMPORTS),
         seen.get("found") or samples.found(),
         seen.get("hooks", samples.HOOKS),
+        seen.get("native", samples.NATIVE),
     )
 
 
@@ -198,6 +199,42 @@ def test_a_chip_of_which_only_a_part_is_here_is_a_note() -> None:
     assert findings(found=samples.found() | {"sightings": sightings}) == [
         ("note", "device", "ascend: not found; /dev/davinci0 is here")
     ]
+
+
+def with_kernels(cpu: tuple[str, str], cuda: tuple[str, str]) -> dict[str, Any]:
+    """What was found of native kernels: (code, state) of each device."""
+    devices = [
+        {"device": name, "code": code, "state": state, "advice": f"build {name}"}
+        for name, (code, state) in (("cpu", cpu), ("cuda", cuda))
+    ]
+    return {**samples.NATIVE, "devices": devices}
+
+
+def test_native_kernels_that_were_not_built_are_a_note_where_they_would_run() -> None:
+    native = with_kernels(("missing", "no CPU kernels"), ("missing", "no CUDA kernels"))
+    (finding,) = diagnosis(native=native)["findings"]
+    assert finding == {
+        "level": "note",
+        "about": "native kernels",
+        "text": "no CPU kernels",
+        "advice": "build cpu",
+    }
+    found = samples.found()
+    found["device"]["vendor"] = "cuda"
+    texts = [text for _, about, text in findings(native=native, found=found)]
+    assert "no CUDA kernels" in texts and "no CPU kernels" not in texts
+
+
+@pytest.mark.parametrize("code", ["unfit", "broken"])
+def test_native_kernels_that_are_there_and_cannot_be_used_are_a_problem(code: str) -> None:
+    native = with_kernels(("works", "works"), (code, "for another torch"))
+    assert findings(native=native) == [("problem", "native kernels", "for another torch")]
+
+
+def test_native_kernels_that_cannot_be_loaded_without_torch_are_torchs_problem() -> None:
+    native = with_kernels(("broken", "no torch"), ("missing", "no CUDA kernels"))
+    imports = {**samples.IMPORTS, "torch": "ImportError: no"}
+    assert [about for _, about, _ in findings(native=native, imports=imports)] == ["versions"]
 
 
 def test_without_a_registry_the_rest_is_told() -> None:

@@ -28,6 +28,7 @@ def test_what_could_not_be_looked_at_is_told_and_the_verdict_is_last() -> None:
     data = doctor.diagnose(
         samples.VERSIONS, {"torch": "RuntimeError: x", "numpy": None},
         {"error": "the process was killed by SIGSEGV"}, {"error": "RuntimeError: y"},
+        {**samples.NATIVE, "asked": "", "torch": None, "problem": "it was not built by setup.py"},
     )  # fmt: skip
     assert untold(render, data, CODES) == []
     assert text_of(render, data).splitlines()[-1] == "Verdict: 4 problems."
@@ -93,6 +94,7 @@ def answers(monkeypatch):
         monkeypatch.setattr(doctor, "ask", ask)
         monkeypatch.setattr(doctor, "survey", survey)
         monkeypatch.setattr(doctor, "installed_versions", lambda: samples.VERSIONS)
+        monkeypatch.setattr(doctor, "native_kernels", lambda: samples.NATIVE)
 
     return answers
 

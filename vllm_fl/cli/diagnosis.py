@@ -19,6 +19,7 @@ def diagnose(
     imports: Mapping[str, str | None],
     found: Mapping[str, Any],
     hooks: Mapping[str, Any],
+    native: Mapping[str, Any],
 ) -> dict[str, Any]:
     """Everything that was seen, with the findings and a verdict.
 
@@ -28,15 +29,17 @@ def diagnose(
         found: what `inventory` returns, or {"error"} where there is none.
         hooks: {"error", "vllm", "enabled", "device", "installed", "awaited"}; only "error"
             where there is one.
+        native: what `native_kernels` returns.
 
     Returns:
         versions (each with import_error: None where it was not tried, "" where it worked),
-        error, enabled, device, plugins, ops, never_selected, hooks, findings (level "problem"
-        or "note", about, text, advice), verdict (problems, notes, text).
+        error, enabled, device, plugins, ops, never_selected, native, hooks, findings (level
+        "problem" or "note", about, text, advice), verdict (problems, notes, text).
     """
     findings = [
         *_of_versions(versions, imports),
         *_of_registry(found, torch_works=not imports.get("torch")),
+        *_of_native(native, found, torch_works=not imports.get("torch")),
         *_of_hooks(hooks, found),
     ]
     counts = {level: sum(f["level"] == level for f in findings) for level in ("problem", "note")}
@@ -69,6 +72,13 @@ def diagnose(
             if not op["selector"] or op["winner"]
         ],
         "never_selected": _never_selected(found),
+        "native": {
+            **native,
+            "devices": [
+                {key: value for key, value in entry.items() if key != "advice"}
+                for entry in native["devices"]
+            ],
+        },
         "hooks": dict(hooks),
         "findings": findings,
         "verdict": _verdict(counts["problem"], counts["note"]),
@@ -238,6 +248,23 @@ def _never_selected(found: Mapping[str, Any]) -> list[dict[str, Any]]:
         )
         entry["ops"].append(impl["op"])
     return list(entries.values())
+
+
+_KERNELS_OF = {"cpu": "cpu", "cuda": "cuda", "rocm": "hip"}
+"""A vendor to the native kernels that its chips run."""
+
+
+def _of_native(
+    native: Mapping[str, Any], found: Mapping[str, Any], *, torch_works: bool
+) -> Iterator[Finding]:
+    here = _KERNELS_OF.get((found.get("device") or {}).get("vendor"))
+    for entry in native["devices"]:
+        if entry["code"] == "works" or (entry["code"] == "broken" and not torch_works):
+            continue
+        if entry["code"] == "missing" and entry["device"] != here:
+            continue  # nothing here would run them
+        level = "note" if entry["code"] == "missing" else "problem"
+        yield _finding(level, "native kernels", entry["state"], entry["advice"])
 
 
 def _of_hooks(hooks: Mapping[str, Any], found: Mapping[str, Any]) -> Iterator[Finding]:

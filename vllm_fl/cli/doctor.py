@@ -16,6 +16,7 @@ from typing import Any, TextIO
 from .child import Reply, ask, survey
 from .diagnosis import diagnose
 from .errors import CommandError
+from .kernels import native_kernels
 from .output import emit, print_table
 from .versions import installed_versions
 
@@ -52,11 +53,13 @@ def examine() -> dict[str, Any]:
         imports = {name: pool.submit(_import, name) for name in IMPORTED}
         found = pool.submit(_registry)
         hooks = pool.submit(ask, "hooks", {}, quiet=True) if "vllm" in installed else None
+        native = pool.submit(native_kernels)
         return diagnose(
             versions,
             {name: future.result() for name, future in imports.items()},
             found.result(),
             _as_hooks(None if hooks is None else hooks.result()),
+            native.result(),
         )
 
 
@@ -92,6 +95,7 @@ def render(data: Mapping[str, Any], stream: TextIO) -> None:
         print(f"The registry could not be looked at: {data['error']}\n", file=stream)
     else:
         _print_registry(data, stream)
+    _print_native(data["native"], stream)
     _print_hooks(data["hooks"], stream)
     for level, title in (("problem", "Problems:"), ("note", "Notes:")):
         found = [entry for entry in data["findings"] if entry["level"] == level]
@@ -144,6 +148,25 @@ def _print_registry(data: Mapping[str, Any], stream: TextIO) -> None:
                 for entry in data["never_selected"]
             ],
         )
+
+
+def _print_native(native: Mapping[str, Any], stream: TextIO) -> None:
+    print(f"Native kernels{_built_for(native)}:", file=stream)
+    print_table(
+        stream,
+        ("device", "state", "compiler", "compiled for"),
+        [
+            (d["device"], d["state"], d["compiler"] or "-", ", ".join(d["architectures"]) or "-")
+            for d in native["devices"]
+        ],
+    )
+
+
+def _built_for(native: Mapping[str, Any]) -> str:
+    if native["problem"]:
+        return f" ({native['problem']})"
+    torch = f", for torch {native['torch']}" if native["torch"] else ""
+    return f" (built with VLLM_FL_DEVICE={native['asked']}{torch})"
 
 
 def _print_hooks(hooks: Mapping[str, Any], stream: TextIO) -> None:

@@ -11,7 +11,7 @@ import os
 import sys
 import traceback
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 from ..backends.vendor.devices import detect, observed
@@ -24,6 +24,7 @@ from ..dispatch.manager import OpManager
 from ..dispatch.packaged import policy_files
 from ..dispatch.registry import OpRegistry
 from ..dispatch.types import OpImpl, Origin
+from ..native import MODULES, find_refusal, initialised_gpu
 from .errors import CommandError, UsageError
 
 __all__ = ["Prepared", "prepare", "reply"]
@@ -198,6 +199,20 @@ def _import(tell: Tell, skip: Skip = (), module: str = "") -> dict[str, Any]:
     return {"version": str(getattr(found, "__version__", ""))}
 
 
+def _kernels(tell: Tell, skip: Skip = (), device: str = "cpu") -> dict[str, Any]:
+    """Whether native kernels load, and what of them this machine uses."""
+    torch = importlib.import_module("torch")
+    if device != "cpu" and torch.cuda.is_available():
+        torch.cuda.init()  # so that the GPU's architecture is known
+    refusal = find_refusal(device)
+    module = importlib.import_module(MODULES[device])
+    if device == "cpu":
+        uses = f"with {module.cpu_capability()}"
+    else:
+        uses = f"on {initialised_gpu() or 'no GPU, because there is none'}"
+    return {"refusal": None if refusal is None else asdict(refusal), "uses": uses}
+
+
 def _hooks(tell: Tell, skip: Skip = ()) -> dict[str, Any]:
     """What the plugin does in a process of vLLM: it is registered here as vLLM does it."""
     from ..dispatch.default import get_default_manager
@@ -224,5 +239,6 @@ QUESTIONS: dict[str, Callable[..., dict[str, Any]]] = {
     "explain": _explain,
     "bench": _bench,
     "import": _import,
+    "kernels": _kernels,
     "hooks": _hooks,
 }
