@@ -43,6 +43,8 @@ class Backend:
             for all of them. Eight vendors' device type is "cuda".
         requires: top-level modules that must be installed; looked up, never imported.
         priority: of its implementations; None takes the kind's.
+        compiles_at_first_call: its kernels are compiled when they are first called with arguments
+            of a kind, as Triton's are. Then the worker calls them before the first request.
         api_version: the version of this interface that it was written for. A package of its own
             says it as a number, so that a later vllm_fl can tell an old package.
     """
@@ -54,6 +56,7 @@ class Backend:
     vendors: ClassVar[tuple[str, ...] | None] = None
     requires: ClassVar[tuple[str, ...]] = ()
     priority: ClassVar[int | None] = None
+    compiles_at_first_call: ClassVar[bool] = False
     api_version: ClassVar[int] = API_VERSION
 
     def __init_subclass__(cls) -> None:

@@ -169,7 +169,7 @@ def _hook_worker(worker_base: ModuleType) -> None:
         worker_base.WorkerWrapperBase,
         "init_device",
         _around_init_device,
-        purpose="read additional_config before, and freeze after, the model is loaded",
+        purpose="read additional_config before the model is loaded; freeze and warm up after",
     )
 
 
@@ -183,9 +183,19 @@ def _around_init_device(original: Any) -> Callable[..., Any]:
         manager = get_default_manager()
         manager.set_device(observed(manager.device))  # it is initialised now
         self.worker.load_model = _freezing(self.worker.load_model)
+        _warm_up_before(self.worker)
         return result
 
     return init_device
+
+
+def _warm_up_before(worker: Any) -> None:
+    """Let a worker warm up our kernels before its own; not all that is called a worker does."""
+    original = getattr(worker, "compile_or_warm_up_model", None)
+    if original is not None:
+        from .warmup import warming
+
+        worker.compile_or_warm_up_model = warming(worker, original)
 
 
 def _prepare(vllm_config: Any) -> None:

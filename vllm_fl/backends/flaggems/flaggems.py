@@ -33,6 +33,7 @@ class FlagGemsBackend(Backend):
     device_types = tuple(sorted(_DEVICE_TYPES))
     vendors = tuple(GEMS_VENDORS)
     requires = ("torch", "triton", "flag_gems", "sqlalchemy")
+    compiles_at_first_call = True
 
     def __init__(self) -> None:
         super().__init__()
