@@ -31,7 +31,8 @@ HIP_ARCHITECTURES = "gfx90a;gfx942"
 
 
 class CannotBuild(Exception):
-    """Why there will be no kernels for a device."""
+    """Why there will be no kernels for a device. It goes into the package: without a path of this
+    machine."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -126,7 +127,7 @@ def find_cxx() -> Compiler:
     commands = [tuple(text.split()) for text in ([asked] if asked else usual)]
     command = next((c for c in commands if shutil.which(c[0])), None)
     if command is None:
-        raise CannotBuild(f"there is no C++ compiler ({commands[0][0]})")
+        raise CannotBuild(f"there is no C++ compiler ({Path(commands[0][0]).name})")
     if not Path(sysconfig.get_path("include"), "Python.h").is_file():
         raise CannotBuild("Python's headers are not installed (Python.h)")
     return Compiler(command, _output(*command, "--version").partition("\n")[0].strip())
@@ -144,7 +145,7 @@ def find_nvcc(torch: Torch) -> Compiler:
     nvcc = _tool("nvcc", ("CUDA_HOME", "CUDA_PATH"), "/usr/local/cuda")
     version = re.search(r"release (\d+\.\d+)", _output(nvcc, "--version"))
     if version is None:
-        raise CannotBuild(f"{nvcc} does not tell its version")
+        raise CannotBuild("nvcc does not tell its version")
     _same_major(torch, "cuda", f"nvcc is {version[1]}", version[1])
     # The nvcc that was found may be a script or a link, so nvcc itself is asked where it is.
     top = re.search(r"^#\$ TOP=(.+)$", _output(nvcc, "--dryrun", "-x", "cu", os.devnull), re.M)
@@ -209,7 +210,7 @@ def find_hipcc(torch: Torch) -> Compiler:
     hipcc = _tool("hipcc", ("ROCM_HOME", "ROCM_PATH"), "/opt/rocm")
     version = re.search(r"HIP version: (\d+\.\d+)", _output(hipcc, "--version"))
     if version is None:
-        raise CannotBuild(f"{hipcc} does not tell its version")
+        raise CannotBuild("hipcc does not tell its version")
     _same_major(torch, "hip", f"hipcc is {version[1]}", version[1])
     root = Path(hipcc).resolve().parents[1]
     asked = os.environ.get("PYTORCH_ROCM_ARCH", "").strip() or HIP_ARCHITECTURES
@@ -252,7 +253,7 @@ def _first(root: Path, places: Iterable[str], name: str) -> Path:
     for place in places:
         if (root / place / name).exists():
             return (root / place).resolve()
-    raise CannotBuild(f"{name} was not found in {root.resolve()}")
+    raise CannotBuild(f"{name} was not found in the toolkit of the compiler that is used")
 
 
 def _output(*command: str) -> str:
@@ -260,7 +261,7 @@ def _output(*command: str) -> str:
     try:
         done = subprocess.run(command, capture_output=True, text=True, errors="replace")
     except OSError as error:
-        raise CannotBuild(f"{command[0]} cannot be run: {error.strerror}") from error
+        raise CannotBuild(f"{Path(command[0]).name} cannot be run: {error.strerror}") from error
     return done.stdout + done.stderr
 
 
@@ -278,6 +279,6 @@ def run(command: list[str], folder: Path) -> str:
     if done.returncode:
         print(done.stdout, file=sys.stderr, flush=True)
         errors = [line for line in done.stdout.splitlines() if "error" in line.lower()]
-        why = errors[0] if errors else f"{command[0]} returned {done.returncode}"
+        why = errors[0] if errors else f"{Path(command[0]).name} returned {done.returncode}"
         raise CannotBuild(f"compiling failed: {why}")
     return done.stdout.strip()

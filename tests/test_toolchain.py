@@ -143,6 +143,9 @@ def test_nvcc_is_found_with_its_headers_and_its_static_runtime(bare, cxx, monkey
     assert (found.include, found.library) == (folder / "include", folder / "lib64")
 
 
+NOT_FOUND = " was not found in the toolkit of the compiler that is used"
+
+
 def refused(torch: Torch = CUDA_TORCH) -> str:
     with pytest.raises(CannotBuild) as caught:
         toolchain.find_nvcc(torch)
@@ -164,11 +167,11 @@ def test_why_cuda_cannot_be_built_is_told(bare, cxx, monkeypatch):
     )
     cuda(folder)
     (folder / "lib64/libcudart_static.a").unlink()
-    assert refused() == f"libcudart_static.a was not found in {folder}"
+    assert refused() == "libcudart_static.a" + NOT_FOUND
     (folder / "include/cuda_runtime.h").unlink()
-    assert refused() == f"cuda_runtime.h was not found in {folder}"
+    assert refused() == "cuda_runtime.h" + NOT_FOUND
     script(folder / "bin/nvcc", "echo no")
-    assert refused() == f"{folder}/bin/nvcc does not tell its version"
+    assert refused() == "nvcc does not tell its version"
 
 
 def test_hipcc_is_found_with_its_headers_and_its_runtime(bare, cxx, monkeypatch):
@@ -233,7 +236,7 @@ def test_the_first_error_of_a_compiler_is_the_reason(tmp_path, capfd):
 
 def test_a_compiler_that_says_nothing_is_told_by_its_code(tmp_path):
     cc = script(tmp_path / "cc", "exit 3")
-    with pytest.raises(CannotBuild, match=rf"^compiling failed: {cc} returned 3$"):
+    with pytest.raises(CannotBuild, match=r"^compiling failed: cc returned 3$"):
         toolchain.run([str(cc)], tmp_path)
 
 

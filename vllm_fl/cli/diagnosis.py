@@ -257,7 +257,7 @@ _KERNELS_OF = {"cpu": "cpu", "cuda": "cuda", "rocm": "hip"}
 def _of_native(
     native: Mapping[str, Any], found: Mapping[str, Any], *, torch_works: bool
 ) -> Iterator[Finding]:
-    here = _KERNELS_OF.get((found.get("device") or {}).get("vendor"))
+    here = _KERNELS_OF.get(str((found.get("device") or {}).get("vendor")))
     for entry in native["devices"]:
         if entry["code"] == "works" or (entry["code"] == "broken" and not torch_works):
             continue
