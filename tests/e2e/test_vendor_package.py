@@ -89,14 +89,16 @@ def test_the_same_code_runs_in_the_tree(engine, run, tmp_path) -> None:
     vendor = package / "backends" / "vendor" / "acme"
     vendor.mkdir()
     (vendor / "__init__.py").touch()
-    code = (EXAMPLE / "vllm_fl_acme" / "__init__.py").read_text()
-    for absolute, relative in (
-        ("from vllm_fl.types import", "from ....types import"),
-        ("from vllm_fl.backends import", "from ...base import"),
-    ):
-        assert absolute in code
-        code = code.replace(absolute, relative)
-    (vendor / "register_ops.py").write_text(code)
+    for source in (EXAMPLE / "vllm_fl_acme").glob("*.py"):
+        code = source.read_text()
+        for absolute, relative in (
+            ("from vllm_fl.types import", "from ....types import"),
+            ("from vllm_fl.backends import", "from ...base import"),
+        ):
+            assert absolute in code or source.name != "__init__.py"
+            code = code.replace(absolute, relative)
+        name = "register_ops.py" if source.name == "__init__.py" else source.name
+        (vendor / name).write_text(code)
     builtin = package / "dispatch" / "builtin_ops.py"
     last = '    "vllm_fl.backends.vendor.cpu.register_ops",\n'
     assert last in builtin.read_text()
@@ -116,3 +118,13 @@ def test_a_module_that_is_named_runs(engine, run) -> None:
     found = registered(run, sys.executable, named)
     assert found["origin"] == "plugin module 'vllm_fl_acme'"
     check_that_it_ran(engine, engine("tiny", CHOSEN | named))
+
+
+def test_its_triton_kernel_runs_in_real_vllm_where_triton_interprets(engine) -> None:
+    named = {"VLLM_FL_PLUGIN_MODULES": "vllm_fl_acme", "PYTHONPATH": str(EXAMPLE)}
+    order = {"VLLM_FL_PER_OP": "rms_norm=impl:vendor.acme.triton", "TRITON_INTERPRET": "1"}
+    reply = engine("tiny", named | order)
+    rows = [row for row in reply["routes"][0]["ops"] if row["op"] == "rms_norm"]
+    calls = {row["impl_id"]: row["calls"] for row in rows}
+    assert calls["vendor.acme.triton"] > 0, rows
+    assert reply["tokens"] == engine.stock("tiny")["tokens"]

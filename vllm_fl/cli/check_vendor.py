@@ -266,7 +266,8 @@ def _about_availability(
 
 
 def _about_dependencies(package: str, found: dict[str, Any]) -> Iterator[Finding]:
-    blocked = [name for name in found["requires"] if name not in ("torch", "vllm")]
+    required = {name for names in found["requires"].values() for name in names}
+    blocked = sorted(required - {"torch", "vllm"})
     if not blocked:
         return
     without = _probe(package, blocked)
@@ -279,8 +280,9 @@ def _about_dependencies(package: str, found: dict[str, Any]) -> Iterator[Finding
         )
         return
     for who, said in without["availability"].items():
-        if said == "yes":
-            yield Finding("missing dependency", f"{who} is available without {', '.join(blocked)}")
+        lacking = [name for name in found["requires"].get(who, ()) if name in blocked]
+        if said == "yes" and lacking:
+            yield Finding("missing dependency", f"{who} is available without {', '.join(lacking)}")
 
 
 def _about_conformance(impls: Sequence[OpImpl], device: str | None) -> Iterator[Finding]:

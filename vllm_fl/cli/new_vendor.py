@@ -356,7 +356,7 @@ kernel is faster than FlagGems', show it on your chip:
     vllm-fl verify --impl vendor.@NAME@
     vllm-fl bench @FIRST@
 
-and ship the order: `@PACKAGE@/policies/@NAME@.yaml` with `op_backends: {@FIRST@: [vendor:@NAME@, flagos]}`,
-listed in `[tool.setuptools.package-data]`, which `register_builtins` brings with
+and ship the order as `@PACKAGE@/policies/@NAME@.yaml`, listed in `[tool.setuptools.package-data]`:
+`op_backends: {@FIRST@: [vendor:@NAME@, flagos]}`. `register_builtins` brings the folder with
 `registry.add_policies(Path(__file__).with_name("policies"))`.
 """

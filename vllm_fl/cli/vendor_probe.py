@@ -36,8 +36,8 @@ def probe(module: str, blocked: Sequence[str] = ()) -> dict[str, Any]:
     Returns:
         {"error": None or {"type", "text", "traceback"}, "imported": top-level modules that
         registering and asking brought beyond torch's and vllm_fl's own, "availability": impl_id
-        to "yes" or the reason, "requires": what the backends require, "initialized": whether a
-        device was}.
+        to "yes" or the reason, "requires": likewise to what the backend requires, "initialized":
+        whether a device was}.
     """
     sys.meta_path.insert(0, _Blocked(blocked))
     import torch  # contracts need it, so it counts for nobody
@@ -49,7 +49,7 @@ def probe(module: str, blocked: Sequence[str] = ()) -> dict[str, Any]:
     from ..ops import register_builtins
 
     found: dict[str, Any] = {
-        "error": None, "imported": [], "availability": {}, "requires": [], "initialized": False,
+        "error": None, "imported": [], "availability": {}, "requires": {}, "initialized": False,
     }  # fmt: skip
     registry = OpRegistry()
     registry.plugins = ()
@@ -63,14 +63,13 @@ def probe(module: str, blocked: Sequence[str] = ()) -> dict[str, Any]:
         if registrar is None:
             raise AttributeError(f"{module} has none of {', '.join(REGISTRARS)}")
         registrar(registry)
-        requires: set[str] = set()
         for impls in registry.snapshot().impls_by_op.values():
             for impl in impls:
                 verdict = impl.availability()
                 said = verdict.reason if isinstance(verdict, Rejected) else "yes"
-                found["availability"][f"{impl.impl_id} of {impl.op_name}"] = said
-                requires |= set(getattr(impl.backend, "requires", ()))
-        found["requires"] = sorted(requires)
+                who = f"{impl.impl_id} of {impl.op_name}"
+                found["availability"][who] = said
+                found["requires"][who] = list(getattr(impl.backend, "requires", ()))
     except BaseException as error:
         found["error"] = {
             "type": type(error).__name__,
