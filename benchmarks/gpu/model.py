@@ -3,6 +3,8 @@
 
     python benchmarks/gpu/model.py run MODEL OUT.json [--mode eager|decode-graph|graph]
                                    [--attention TRITON_ATTN] [--stock] [--repeat 3]
+                                   [--lock FILE] [--memory 0.4]
+    python benchmarks/gpu/model.py host MODEL OUT.json TURNS INDEX COUNT [--stock]
     python benchmarks/gpu/model.py compare A.json B.json
 
 MODEL is q06 or q4: the shapes of Qwen3-0.6B and -4B, or moe: a small Qwen3-MoE of 8 layers with 32
@@ -12,6 +14,10 @@ weights make the network alternate two tokens, which hides wrong kernels.
 without the plugin. Configurations are ranked by GPU microseconds per decode step
 (torch.profiler, kernels only), which repeat within 1 %; tokens per second of a small model are
 bound by the host and vary by 20 %.
+
+With --lock, several of these share a GPU: they load and generate together and are measured one at
+a time. `host` measures what a call of the model's layers costs the CPU in eager mode, in COUNT
+processes that take turns in the folder TURNS.
 """
 
 from __future__ import annotations
@@ -25,6 +31,9 @@ import time
 import zlib
 from pathlib import Path
 from typing import Any
+
+from about import about, write_json
+from turns import Lock, Turns
 
 SHAPES: dict[str, dict[str, Any]] = {
     "q06": {
@@ -117,99 +126,154 @@ def model_of(llm: Any) -> Any:
     return module if hasattr(type(module), "named_parameters") else module.unwrap()
 
 
-def run(arguments: argparse.Namespace) -> None:
-    """Measure one configuration and write it down."""
-    os.environ.setdefault("VLLM_ENABLE_V1_MULTIPROCESSING", "0")
-    os.environ.setdefault("HF_HUB_OFFLINE", "1")
-    os.environ.setdefault("VLLM_USE_FLASHINFER_SAMPLER", "0")
-    if arguments.stock:
-        os.environ["VLLM_PLUGINS"] = ""
-    import torch
-    from torch.profiler import ProfilerActivity, profile
-    from vllm import LLM, SamplingParams
+def engine(arguments: argparse.Namespace, mode: str) -> Any:
+    """An in-process engine with seeded weights."""
+    from vllm import LLM
 
-    options = dict(MODES[arguments.mode])
+    options = dict(MODES[mode])
     if "num_experts" in SHAPES[arguments.model]:
         options.update(MOE_OPTIONS)
     if arguments.attention:
         options["attention_backend"] = arguments.attention
-    start = time.perf_counter()
     llm = LLM(
         write_config(arguments.model),
         load_format="dummy",
         skip_tokenizer_init=True,
         max_model_len=4096,
         max_num_seqs=64,
-        gpu_memory_utilization=0.4,
+        gpu_memory_utilization=arguments.memory,
         kv_cache_memory_bytes=4 << 30,
         disable_log_stats=True,
         **options,
     )
-    result: dict[str, Any] = {
-        "model": arguments.model,
-        "mode": arguments.mode,
-        "stock": arguments.stock,
-        "settings": {k: v for k, v in os.environ.items() if k.startswith("VLLM_FL_")},
-        "load_s": round(time.perf_counter() - start, 1),
-    }
     seed_weights(model_of(llm))
     llm.reset_prefix_cache()
+    return llm
 
-    def greedy(count: int, **more: Any) -> Any:
-        return SamplingParams(
-            max_tokens=count, temperature=0, ignore_eos=True, detokenize=False, **more
-        )
 
-    def prompts(batch: int) -> list[dict[str, list[int]]]:
-        return [
-            {"prompt_token_ids": [(7 * i + 13 * j) % 150000 for j in range(64)]}
-            for i in range(batch)
-        ]
+def settle_environment(stock: bool) -> None:
+    """What has to be set before vLLM is imported."""
+    os.environ.setdefault("VLLM_ENABLE_V1_MULTIPROCESSING", "0")
+    os.environ.setdefault("HF_HUB_OFFLINE", "1")
+    os.environ.setdefault("VLLM_USE_FLASHINFER_SAMPLER", "0")
+    if stock:
+        os.environ["VLLM_PLUGINS"] = ""
 
-    for batch in BATCHES:
-        llm.generate(prompts(batch), greedy(64), use_tqdm=False)
-        speeds = []
-        for _ in range(1 if arguments.mode == "eager" else 3):
-            start = time.perf_counter()
-            llm.generate(prompts(batch), greedy(64), use_tqdm=False)
-            speeds.append(64 * batch / (time.perf_counter() - start))
-        # Two lengths: their difference is 16 decode steps and nothing else.
-        steps, kernels = [], []
-        for _ in range(arguments.repeat):
-            totals, counts = [], []
-            for tokens in STEPS:
-                with profile(activities=[ProfilerActivity.CUDA]) as profiler:
-                    llm.generate(prompts(batch), greedy(tokens), use_tqdm=False)
-                    torch.cuda.synchronize()
-                events = [e for e in profiler.key_averages() if e.self_device_time_total > 0]
-                totals.append(sum(e.self_device_time_total for e in events))
-                counts.append(sum(e.count for e in events))
-            steps.append((totals[1] - totals[0]) / (STEPS[1] - STEPS[0]))
-            kernels.append((counts[1] - counts[0]) / (STEPS[1] - STEPS[0]))
-        result[f"batch_{batch}"] = {
-            "us_per_step": round(statistics.median(steps), 1),
-            "all_us_per_step": [round(s, 1) for s in steps],
-            "kernels_per_step": round(statistics.median(kernels), 1),
-            "tok_per_s": round(statistics.median(speeds)),
-        }
 
+def about_run(arguments: argparse.Namespace) -> dict[str, Any]:
+    """What was asked for."""
+    named = ("VLLM_FL_", "VLLM_USE_V2", "VLLM_PLUGINS")
+    return {
+        "about": about("cuda"),
+        "model": arguments.model,
+        "stock": arguments.stock,
+        "settings": {k: v for k, v in os.environ.items() if k.startswith(named)},
+    }
+
+
+def greedy(count: int, **more: Any) -> Any:
+    """Sampling of so many tokens, whatever they are."""
+    from vllm import SamplingParams
+
+    return SamplingParams(
+        max_tokens=count, temperature=0, ignore_eos=True, detokenize=False, **more
+    )
+
+
+def generate(llm: Any, batch: int, tokens: int) -> None:
+    """So many tokens for a batch of prompts of 64."""
+    prompts = [
+        {"prompt_token_ids": [(7 * i + 13 * j) % 150000 for j in range(64)]} for i in range(batch)
+    ]
+    llm.generate(prompts, greedy(tokens), use_tqdm=False)
+
+
+def answers(llm: Any) -> dict[str, Any]:
+    """Greedy tokens, and the log-probabilities of the prompts' tokens."""
     chooser = random.Random(1)
     queries = [
         {"prompt_token_ids": [chooser.randrange(150000) for _ in range(40 + 37 * i)]}
         for i in range(8)
     ]
     outputs = llm.generate(queries, greedy(64, prompt_logprobs=0), use_tqdm=False)
-    result["tokens"] = [list(o.outputs[0].token_ids) for o in outputs]
-    result["prompt_logprobs"] = [
-        [
-            round(step[token].logprob, 5)
-            for token, step in list(zip(o.prompt_token_ids, o.prompt_logprobs, strict=True))[1:]
-        ]
-        for o in outputs
-    ]
-    if not arguments.stock:
-        result["routes"] = llm.collective_rpc("vllm_fl_dispatch")
-    Path(arguments.out).write_text(json.dumps(result, default=str))
+    return {
+        "tokens": [list(o.outputs[0].token_ids) for o in outputs],
+        "prompt_logprobs": [
+            [
+                round(step[token].logprob, 5)
+                for token, step in list(zip(o.prompt_token_ids, o.prompt_logprobs, strict=True))[1:]
+            ]
+            for o in outputs
+        ],
+    }
+
+
+def measured(llm: Any, batch: int, repeat: int, eager: bool) -> dict[str, Any]:
+    """GPU time and kernels of a decode step, and tokens per second."""
+    import torch
+    from torch.profiler import ProfilerActivity, profile
+
+    warm, timed, times = (8, 32, 2) if eager else (64, 64, 3)
+    generate(llm, batch, warm)
+    speeds = []
+    for _ in range(times):
+        start = time.perf_counter()
+        generate(llm, batch, timed)
+        speeds.append(timed * batch / (time.perf_counter() - start))
+    # Two lengths: their difference is 16 decode steps and nothing else.
+    steps, kernels = [], []
+    for _ in range(repeat):
+        totals, counts = [], []
+        for tokens in STEPS:
+            with profile(activities=[ProfilerActivity.CUDA]) as profiler:
+                generate(llm, batch, tokens)
+                torch.cuda.synchronize()
+            events = [e for e in profiler.key_averages() if e.self_device_time_total > 0]
+            totals.append(sum(e.self_device_time_total for e in events))
+            counts.append(sum(e.count for e in events))
+        steps.append((totals[1] - totals[0]) / (STEPS[1] - STEPS[0]))
+        kernels.append((counts[1] - counts[0]) / (STEPS[1] - STEPS[0]))
+    return {
+        "us_per_step": round(statistics.median(steps), 1),
+        "all_us_per_step": [round(s, 1) for s in steps],
+        "kernels_per_step": round(statistics.median(kernels), 1),
+        "tok_per_s": round(statistics.median(speeds)),
+    }
+
+
+def run(arguments: argparse.Namespace) -> None:
+    """Measure one configuration and write it down."""
+    settle_environment(arguments.stock)
+    lock = Lock(arguments.lock)
+    import torch
+    import vllm  # noqa: F401  # before the lock: it takes ten seconds and leaves the GPU alone
+
+    with lock.shared() as waited:
+        start = time.perf_counter()
+        llm = engine(arguments, arguments.mode)
+        runner = llm.llm_engine.engine_core.engine_core.model_executor.driver_worker.worker
+        result = {
+            **about_run(arguments),
+            "mode": arguments.mode,
+            "runner": type(runner.model_runner).__module__,
+            "load_s": round(time.perf_counter() - start, 1),
+        }
+        if not arguments.stock:
+            llm.collective_rpc("vllm_fl_dispatch", args=("count",))
+        result |= answers(llm)
+        if not arguments.stock:
+            result["routes"] = llm.collective_rpc("vllm_fl_dispatch")
+            llm.collective_rpc("vllm_fl_dispatch", args=("uncount",))
+        for batch in BATCHES:
+            generate(llm, batch, 2)
+        torch.cuda.synchronize()
+    result["waited_s"] = round(waited, 1)
+    with lock.alone():
+        for batch in BATCHES if arguments.repeat else ():
+            result[f"batch_{batch}"] = measured(
+                llm, batch, arguments.repeat, arguments.mode == "eager"
+            )
+    write_json(Path(arguments.out), result)
     shown = {k: v for k, v in result.items() if k not in ("tokens", "prompt_logprobs", "routes")}
     print("RESULT", json.dumps(shown), flush=True)
     for reply in result.get("routes", []):
@@ -217,38 +281,137 @@ def run(arguments: argparse.Namespace) -> None:
             print("ROUTE", row["op"], row["impl_id"], row["bound"], row["calls"], flush=True)
 
 
-def compare(arguments: argparse.Namespace) -> None:
-    """The distance and the ratio of two results."""
-    a, b = (json.loads(Path(p).read_text()) for p in (arguments.a, arguments.b))
+# --------------------------------------------------------------------------- host time of layers
+
+
+def layer_calls(module: Any, batch: int, device: str) -> dict[str, Any]:
+    """Calls of the layers of a decoder that vLLM builds of its CustomOps, as its attention and
+    its MLP make them: name to a function without arguments. Weights and sizes are the model's."""
+    import torch
+
+    named = dict(module.named_modules())
+
+    def first(suffix: str) -> tuple[str, Any]:
+        return next((n, m) for n, m in named.items() if n.endswith(suffix))
+
+    def rows(*shape: int) -> torch.Tensor:
+        return torch.randn(*shape, dtype=torch.bfloat16, device=device)
+
+    _, attention = first(".self_attn")
+    hidden = first(".input_layernorm")[1].weight.shape[0]
+    heads, kv_heads, size = attention.num_heads, attention.num_kv_heads, attention.head_dim
+    widths = [heads * size, kv_heads * size, kv_heads * size]
+    query, key, _ = rows(batch, sum(widths)).split(widths, dim=-1)
+    by_head = query.unflatten(-1, (heads, size))
+    q, k = query.contiguous(), key.contiguous()
+    positions = torch.arange(batch, device=device)
+    x, residual = rows(batch, hidden), rows(batch, hidden)
+    norm, rope = first(".input_layernorm")[1], attention.rotary_emb
+    calls = {
+        "RMSNorm": lambda: norm(x),
+        "RMSNorm, residual": lambda: norm(x, residual),
+        "RMSNorm of query heads": lambda: attention.q_norm(by_head),
+        "RotaryEmbedding": lambda: rope(positions, q, k),
+    }
+    activation = next((m for n, m in named.items() if n.endswith(".mlp.act_fn")), None)
+    if activation is not None:
+        width = first(".mlp.gate_up_proj")[1].weight.shape[0]
+        gated = rows(batch, width)
+        calls["SiluAndMul"] = lambda: activation(gated)
+    return calls
+
+
+def host(arguments: argparse.Namespace) -> None:
+    """Measure what calls of layers cost the CPU, taking turns with the other processes."""
+    settle_environment(arguments.stock)
+    import torch
+    from clock import host_us
+
+    llm = engine(arguments, "eager")
+    generate(llm, 32, 2)
+    turns = Turns(Path(arguments.turns), arguments.index, arguments.count)
+    found: dict[str, list[float]] = {}
+    with torch.inference_mode():
+        calls = {
+            f"{name}, batch {batch}": call
+            for batch in BATCHES
+            for name, call in layer_calls(model_of(llm), batch, "cuda").items()
+        }
+        for call in calls.values():
+            host_us(call, "cuda", calls=50, means=1)
+        turns.ready()
+        for round_ in range(arguments.rounds):
+            with turns.turn(round_):
+                for name, call in calls.items():
+                    found.setdefault(name, []).append(round(host_us(call, "cuda"), 2))
+    result = {**about_run(arguments), "mode": "eager", "host_us": found}
+    if not arguments.stock:
+        result["routes"] = llm.collective_rpc("vllm_fl_dispatch")
+    write_json(Path(arguments.out), result)
+    for name, rounds in found.items():
+        print("HOST", name, statistics.median(rounds), rounds, flush=True)
+
+
+def distance(a: dict[str, Any], b: dict[str, Any]) -> dict[str, Any]:
+    """Between the answers of two results: mean and largest difference of log-probabilities, and
+    how many of the sequences are the same."""
     pairs = zip(a["prompt_logprobs"], b["prompt_logprobs"], strict=True)
     gaps = [abs(x - y) for p, q in pairs for x, y in zip(p, q, strict=True)]
     same = sum(p == q for p, q in zip(a["tokens"], b["tokens"], strict=True))
-    text = f"logprobs: mean {statistics.mean(gaps):.4f}, largest {max(gaps):.3f}; same {same}/8"
+    return {
+        "mean": statistics.mean(gaps),
+        "largest": max(gaps),
+        "same": same,
+        "of": len(a["tokens"]),
+    }
+
+
+def compare(arguments: argparse.Namespace) -> None:
+    """The distance and the ratio of two results."""
+    a, b = (json.loads(Path(p).read_text()) for p in (arguments.a, arguments.b))
+    apart = distance(a, b)
+    text = f"logprobs: mean {apart['mean']:.4f}, largest {apart['largest']:.3f}; "
+    text += f"same {apart['same']}/{apart['of']}"
     for batch in BATCHES:
-        x, y = (r[f"batch_{batch}"]["us_per_step"] for r in (a, b))
-        text += f"; batch {batch}: {x} / {y} = {x / y:.4f}"
+        x, y = (r.get(f"batch_{batch}", {}).get("us_per_step") for r in (a, b))
+        if x and y:
+            text += f"; batch {batch}: {x} / {y} = {x / y:.4f}"
     print(f"COMPARE {Path(arguments.a).stem} to {Path(arguments.b).stem}: {text}")
 
 
-def main() -> None:
-    """Run or compare."""
-    parser = argparse.ArgumentParser(
+def parser() -> argparse.ArgumentParser:
+    """The command's arguments."""
+    found = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    commands = parser.add_subparsers(required=True)
-    one = commands.add_parser("run")
-    one.add_argument("model", choices=SHAPES)
-    one.add_argument("out")
+    commands = found.add_subparsers(required=True)
+    one, two, three = (commands.add_parser(name) for name in ("run", "host", "compare"))
+    for command in (one, two):
+        command.add_argument("model", choices=SHAPES)
+        command.add_argument("out")
+        command.add_argument("--attention")
+        command.add_argument("--stock", action="store_true", help="without the plugin")
+        command.add_argument(
+            "--memory", type=float, default=0.4, help="share of the GPU's memory that must be free"
+        )
     one.add_argument("--mode", choices=MODES, default="graph")
-    one.add_argument("--attention")
-    one.add_argument("--stock", action="store_true")
-    one.add_argument("--repeat", type=int, default=3)
+    one.add_argument("--repeat", type=int, default=3, help="0: answers and routes only")
+    one.add_argument("--lock", type=Path, help="the file by which processes share the GPU")
     one.set_defaults(call=run)
-    two = commands.add_parser("compare")
-    two.add_argument("a")
-    two.add_argument("b")
-    two.set_defaults(call=compare)
-    chosen = parser.parse_args()
+    two.add_argument("turns", help="a folder, empty at the start")
+    two.add_argument("index", type=int)
+    two.add_argument("count", type=int)
+    two.add_argument("--rounds", type=int, default=5)
+    two.set_defaults(call=host)
+    three.add_argument("a")
+    three.add_argument("b")
+    three.set_defaults(call=compare)
+    return found
+
+
+def main(argv: list[str] | None = None) -> None:
+    """Run, measure the host, or compare."""
+    chosen = parser().parse_args(argv)
     chosen.call(chosen)
 
 
