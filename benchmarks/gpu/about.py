@@ -3,9 +3,13 @@
 
 from __future__ import annotations
 
+import contextlib
+import importlib.util
 import json
 import os
 import platform
+import re
+import subprocess
 import sys
 import time
 from importlib.metadata import PackageNotFoundError, version
@@ -27,6 +31,7 @@ def about(device: str) -> dict[str, Any]:
         "date": time.strftime("%Y-%m-%d"),
         "python": platform.python_version(),
         "cores": os.cpu_count(),
+        "driver": driver() if device == "cuda" else None,
         "versions": {package: installed(package) for package in PACKAGES},
         "command": " ".join(
             ["python", *(Path(a).name if a == sys.argv[0] else a for a in sys.argv)]
@@ -39,13 +44,32 @@ def installed(package: str) -> str:
     try:
         return version(package)
     except PackageNotFoundError:
-        return "none"
+        pass
+    # Unpacked, and not installed, a package knows its version only in its own files.
+    spec = importlib.util.find_spec(package.replace("-", "_"))
+    for folder in (spec.submodule_search_locations if spec else None) or ():
+        with contextlib.suppress(OSError):
+            text = (Path(folder) / "_version.py").read_text()
+            if found := re.search(r"version\s*=\s*['\"]([^'\"]+)", text):
+                return found[1]
+    return "none" if spec is None else "of unknown version"
+
+
+def driver() -> str | None:
+    """The version of NVIDIA's driver."""
+    command = ["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"]
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, timeout=10, check=True)
+    except (OSError, subprocess.SubprocessError):
+        return None
+    return done.stdout.split("\n")[0].strip() or None
 
 
 def headline(facts: dict[str, Any]) -> str:
     """One line above a table."""
     versions = ", ".join(f"{name} {found}" for name, found in facts["versions"].items())
-    return f"{facts['date']}, {facts['device']}, Python {facts['python']}, {versions}."
+    device = facts["device"] + (f" (driver {facts['driver']})" if facts.get("driver") else "")
+    return f"{facts['date']}, {device}, Python {facts['python']}, {versions}."
 
 
 def table(columns: list[str], rows: list[list[str]]) -> str:

@@ -10,7 +10,18 @@ from typing import Any
 
 import torch
 
-__all__ = ["COMPILED", "FUSED", "HIDDEN", "QK", "QUICK", "TOKENS", "Point", "points", "separate"]
+__all__ = [
+    "COMPILED",
+    "FUSED",
+    "HIDDEN",
+    "QK",
+    "QUICK",
+    "TOKENS",
+    "Point",
+    "batch_arguments",
+    "points",
+    "separate",
+]
 
 HIDDEN = (1024, 2048, 4096, 5120, 7168)
 TOKENS = (1, 2, 8, 32, 128, 512, 2048, 8192, 32768)
@@ -47,6 +58,12 @@ class Point:
     tokens: int
     moved: int
     make: Callable[[], tuple[Any, ...]]
+
+
+def twin(x: torch.Tensor) -> torch.Tensor:
+    """A copy in the same strides: a slice of wider rows stays one."""
+    copy = torch.empty_strided(x.shape, x.stride(), dtype=x.dtype, device=x.device)
+    return copy.copy_(x)
 
 
 def _half(dtype: str) -> torch.dtype:
@@ -178,6 +195,26 @@ def separate(
     k = norm_k(k.unflatten(-1, (num_heads_k, head_dim)), k_weight, eps).flatten(-2)
     q, k = rope(position_ids, q, k, head_dim, cos_sin_cache, is_neox)
     return q, k, v
+
+
+def batch_arguments(
+    op: str, dtype: str, tokens: int
+) -> list[tuple[int | str, Callable[[], tuple[Any, ...]]]]:
+    """A call with so many tokens, for each of some sizes; empty where no sizes are known."""
+    half = _half(dtype)
+    sized: list[tuple[int | str, Callable[[], tuple[Any, ...]]]] = []
+    if op in _ROWS:
+        make = _ROWS[op][0]
+        sized = [(size, partial(make, tokens, size, half)) for size in (*HIDDEN, 576, 1001)]
+    if op in _FEWER:
+        make, _, more = _FEWER[op]
+        return [(size, partial(make, tokens, size, half, *more)) for size in (1024, 7168, 1001)]
+    makers = [make for _, name, make, _ in _HEADS if name == op]
+    return sized + [
+        (f"{q}/{k}", partial(make, tokens, (q, k), half))
+        for make in makers
+        for q, k in ((32, 8), (16, 8))
+    ]
 
 
 # --------------------------------------------------------------------------------------- the points

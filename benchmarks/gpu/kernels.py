@@ -3,11 +3,11 @@
 
     PYTHONPATH=$HOME/site python benchmarks/gpu/kernels.py OUT [--quick] [--seconds 115]
 
-writes OUT.json and OUT.md, again after each op. Every implementation is bound by its id, through
-the registry and with its guards, as vLLM's layers bind it; one that is not there, or that refuses
-the arguments, is left out with its reason. Each number is the median of 3 rounds in which the
-implementations take turns, together with a kernel that does nothing and a copy that moves as many
-bytes. Arguments and outputs rotate through more memory than the L2 cache holds, up to 20 sets.
+writes OUT.json and OUT.md, again every few seconds. Every implementation is bound by its id,
+through the registry and with its guards, as vLLM's layers bind it; one that is not there, or that
+refuses the arguments, is left out with its reason. Each number is the median of 3 rounds in which
+the implementations take turns, together with a kernel that does nothing and a copy that moves as
+many bytes. Arguments and outputs rotate through more memory than the L2 cache holds, up to 20 sets.
 Every result is compared with the contract's reference before it is timed.
 """
 
@@ -25,7 +25,7 @@ from typing import Any
 import torch
 from about import about, write_json
 from clock import Call, Clock, CpuClock, GpuClock, host_us
-from kernel_points import COMPILED, FUSED, Point, points, separate
+from kernel_points import COMPILED, FUSED, Point, points, separate, twin
 from kernel_tables import markdown, summary
 
 from vllm_fl.dispatch import SelectionPolicy, get_default_manager, policy_context
@@ -40,6 +40,7 @@ DISTANCE = 0.02
 """||found - reference|| / ||reference|| that a right kernel stays below: two bfloat16 results that
 are each rounded twice are 0.004 apart; a wrong row or a missed block is far above."""
 HOST_TOKENS = 32
+SAVE_SECONDS = 5.0
 INDUCTOR = "torch.compile"
 
 
@@ -177,13 +178,8 @@ def flat(outputs: Any) -> list[torch.Tensor]:
 
 
 def copies(args: tuple[Any, ...]) -> tuple[Any, ...]:
-    """Arguments that a call may write; slices stay slices of rows of the same width."""
-    return tuple(_copy(a) if isinstance(a, torch.Tensor) else a for a in args)
-
-
-def _copy(x: torch.Tensor) -> torch.Tensor:
-    twin = torch.empty_strided(x.shape, x.stride(), dtype=x.dtype, device=x.device)
-    return twin.copy_(x)
+    """Arguments that a call may write."""
+    return tuple(twin(a) if isinstance(a, torch.Tensor) else a for a in args)
 
 
 def check(point: Point, call: Callable[..., Any], args: tuple[Any, ...], expected: Any) -> None:
@@ -335,8 +331,9 @@ def main(argv: list[str] | None = None) -> int:
         clock = GpuClock() if arguments.device == "cuda" else CpuClock()
         bench = Bench(clock, seconds - 3, ROUND_US if arguments.device == "cuda" else 0)
         report: dict[str, Any] = {"about": about(arguments.device), "rows": [], "left_out": []}
+        report["done"] = False
         report["columns"] = roles(arguments.device)
-        previous = None
+        saved = start
         for point, inductor in work(select(arguments)):
             if inductor and arguments.no_compile:
                 continue
@@ -344,12 +341,13 @@ def main(argv: list[str] | None = None) -> int:
                 what = f"{point.group} {point.dtype} {point.size} {point.tokens}"
                 report["left_out"].append(what + (f" {INDUCTOR}" if inductor else ""))
                 continue
-            if previous not in (None, (point.group, inductor)):
+            if time.monotonic() > saved + SAVE_SECONDS:
                 save(report, arguments.out, start)
-            previous = point.group, inductor
+                saved = time.monotonic()
             merge(report["rows"], bench.row(point, inductor))
             if "lost" in report["rows"][-1]:
                 break
+    report["done"] = True
     save(report, arguments.out, start)
     print(summary(report))
     wrong = [why for row in report["rows"] for why in row["why"].values() if "WRONG" in why]

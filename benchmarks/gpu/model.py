@@ -33,6 +33,7 @@ from pathlib import Path
 from typing import Any
 
 from about import about, write_json
+from report import distance
 from turns import Lock, Turns
 
 SHAPES: dict[str, dict[str, Any]] = {
@@ -350,20 +351,6 @@ def host(arguments: argparse.Namespace) -> None:
     write_json(Path(arguments.out), result)
     for name, rounds in found.items():
         print("HOST", name, statistics.median(rounds), rounds, flush=True)
-
-
-def distance(a: dict[str, Any], b: dict[str, Any]) -> dict[str, Any]:
-    """Between the answers of two results: mean and largest difference of log-probabilities, and
-    how many of the sequences are the same."""
-    pairs = zip(a["prompt_logprobs"], b["prompt_logprobs"], strict=True)
-    gaps = [abs(x - y) for p, q in pairs for x, y in zip(p, q, strict=True)]
-    same = sum(p == q for p, q in zip(a["tokens"], b["tokens"], strict=True))
-    return {
-        "mean": statistics.mean(gaps),
-        "largest": max(gaps),
-        "same": same,
-        "of": len(a["tokens"]),
-    }
 
 
 def compare(arguments: argparse.Namespace) -> None:
