@@ -106,7 +106,7 @@ VERSIONS: list[dict[str, Any]] = [
     {"package": "vllm-fl", "version": "0.1.0", "distribution": "vllm-fl"},
     {"package": "vllm", "version": "0.32.0", "distribution": "vllm"},
     {"package": "torch", "version": "2.13.0+cpu", "distribution": "torch"},
-    {"package": "triton", "version": "3.7.1", "distribution": "triton"},
+    {"package": "triton", "version": "3.9.0", "distribution": "triton"},
     {"package": "flag-gems", "version": "5.0.2", "distribution": "flag-gems"},
     {"package": "torch-npu", "version": None, "distribution": ""},
     {"package": "numpy", "version": "2.3.5", "distribution": "numpy"},
@@ -157,6 +157,24 @@ NATIVE: dict[str, Any] = {
 }
 
 
+def platform() -> dict[str, Any]:
+    """What is found of vLLM's platform."""
+    from vllm_fl.vllm_plugin.shims import survey
+
+    active = "vllm.platforms.cpu.CpuPlatform"
+    return {
+        "error": None,
+        "steps_in": False,
+        "reason": "the device is a CPU, which vLLM's own platform serves",
+        "vendor": "cpu",
+        "extension": True,
+        "asked": None,
+        "rival": None,
+        "active": active,
+        "shims": survey(active, ours=False),
+    }
+
+
 def sample_list() -> dict[str, Any]:
     """The answer of `vllm-fl list`."""
     return listing(found())
@@ -178,7 +196,7 @@ def sample_config() -> dict[str, Any]:
 
 def sample_doctor() -> dict[str, Any]:
     """The answer of `vllm-fl doctor`."""
-    return diagnose(VERSIONS, IMPORTS, found(), HOOKS, NATIVE)
+    return diagnose(VERSIONS, IMPORTS, found(), HOOKS, NATIVE, platform())
 
 
 def sample_bench() -> dict[str, Any]:

@@ -56,8 +56,9 @@ def test_problems_and_notes_are_counted() -> None:
 
 def test_versions_that_do_not_fit_are_a_problem_with_advice() -> None:
     (finding,) = diagnosis(versions=samples.VERSIONS)["findings"]
-    assert finding["text"].startswith("flag-gems 5.0.2 with triton 3.7.1: ")
-    assert finding["advice"].startswith("install a Triton from 3.3 to 3.6")
+    assert finding["text"].startswith("flag-gems 5.0.2 with triton 3.9.0: ")
+    assert finding["about"] == "broken pairing"
+    assert finding["advice"].startswith("install the Triton of your torch, from 3.3 to 3.8")
 
 
 @pytest.mark.parametrize("package", ["torch", "vllm"])

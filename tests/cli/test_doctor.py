@@ -101,7 +101,9 @@ def answers(monkeypatch):
 
 def test_what_the_children_say_is_what_is_diagnosed(answers) -> None:
     hooks = {key: value for key, value in samples.HOOKS.items() if key != "error"}
-    answers(registry=samples.found(), hooks=hooks)
+    platform = samples.platform()
+    hooks["platform"] = {name: platform.pop(name) for name in ("active", "shims")}
+    answers(registry=samples.found(), hooks=hooks, platform=platform)
     assert doctor.examine() == samples.sample_doctor()
 
 

@@ -84,6 +84,7 @@ def test_another_vendors_device_is_told_with_what_was_assumed_and_what_is_missin
         "vendors": None,
         "requires": ["acme_kernels"],
         "missing": ["acme_kernels"],
+        "note": "",
     }
 
 

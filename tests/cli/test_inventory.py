@@ -2,12 +2,13 @@
 from __future__ import annotations
 
 import json
+from typing import Any
 
 import pytest
 
 from tests.cli import samples
 from tests.dispatch.helpers import make_impl, make_manager, returning
-from vllm_fl.cli.inventory import inventory
+from vllm_fl.cli.inventory import inventory, note_of
 from vllm_fl.dispatch import discovery
 
 
@@ -44,6 +45,7 @@ def test_an_inventory_is_json_and_names_everything_that_is_registered() -> None:
         "guards": [],
         "batch_invariant": False,
         "api_version": 1,
+        "note": "",
         "origin": "vllm-plugin-acme 1.2.0",
         "module": "tests.cli.samples",
         "declared": True,
@@ -54,6 +56,18 @@ def test_an_inventory_is_json_and_names_everything_that_is_registered() -> None:
     assert data["implementations"][1]["guards"] == ["supports_layer", "supports"]
     assert data["vendors"] == {"acme": "acme", "cpu": "cpu"}
     assert [record["name"] for record in data["plugins"]] == ["vllm_fl", "acme"]
+
+
+def test_what_a_backend_says_of_itself_is_noted_whatever_comes_of_asking() -> None:
+    def noted(note: Any) -> str:
+        backend = type("Noting", (samples.Kernels,), {"note": note})()
+        (impl, _) = samples.impls_of(backend, "vendor.noting", 100)
+        return note_of(impl)
+
+    assert noted(lambda self: "with a shim") == "with a shim"
+    assert noted("no method") == ""
+    told = "as nobody knows: its note raised KeyError: 'triton'"
+    assert noted(lambda self: {}["triton"]) == told
 
 
 def test_the_fingerprint_is_that_of_the_workers() -> None:

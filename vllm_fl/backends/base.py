@@ -77,6 +77,11 @@ class Backend:
         """
         return True
 
+    def note(self) -> str:
+        """What is particular about how it runs here, or would; empty: nothing. For people, in
+        `list`, `explain` and `doctor`, after the word "runs". Imports no kernel library."""
+        return ""
+
     def load(self) -> None:
         """Import the kernels. Called once, before one of its ops is first bound; an
         exception makes the backend unavailable, with the exception as the reason."""

@@ -7,11 +7,10 @@ import re
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
+from .pairings import Finding, finding, of_flaggems, of_platform
 from .versions import find_conflicts
 
 __all__ = ["diagnose", "remedies"]
-
-Finding = dict[str, str]
 
 
 def diagnose(
@@ -20,6 +19,7 @@ def diagnose(
     found: Mapping[str, Any],
     hooks: Mapping[str, Any],
     native: Mapping[str, Any],
+    platform: Mapping[str, Any] | None = None,
 ) -> dict[str, Any]:
     """Everything that was seen, with the findings and a verdict.
 
@@ -30,16 +30,20 @@ def diagnose(
         hooks: {"error", "vllm", "enabled", "device", "installed", "awaited"}; only "error"
             where there is one.
         native: what `native_kernels` returns.
+        platform: what `platform_choice.describe` returns, with "error", "active" (the class of
+            vLLM's platform) and "shims"; None where there is no vLLM.
 
     Returns:
         versions (each with import_error: None where it was not tried, "" where it worked),
-        error, enabled, device, plugins, ops, never_selected, native, hooks, findings (level
-        "problem" or "note", about, text, advice), verdict (problems, notes, text).
+        error, enabled, device, plugins, ops, never_selected, native, platform, hooks, findings
+        (level "problem" or "note", about, text, advice), verdict (problems, notes, text).
     """
     findings = [
         *_of_versions(versions, imports),
+        *of_flaggems(versions, found),
         *_of_registry(found, torch_works=not imports.get("torch")),
         *_of_native(native, found, torch_works=not imports.get("torch")),
+        *of_platform(platform, found),
         *_of_hooks(hooks, found),
     ]
     counts = {level: sum(f["level"] == level for f in findings) for level in ("problem", "note")}
@@ -79,6 +83,7 @@ def diagnose(
                 for entry in native["devices"]
             ],
         },
+        "platform": None if platform is None else dict(platform),
         "hooks": dict(hooks),
         "findings": findings,
         "verdict": _verdict(counts["problem"], counts["note"]),
@@ -95,10 +100,6 @@ def _count(number: int, what: str) -> str:
     return f"{number} {what}" + ("" if number == 1 else "s")
 
 
-def _finding(level: str, about: str, text: str, advice: str = "") -> Finding:
-    return {"level": level, "about": about, "text": text, "advice": advice}
-
-
 def _of_versions(
     versions: Sequence[Mapping[str, Any]], imports: Mapping[str, str | None]
 ) -> Iterator[Finding]:
@@ -106,17 +107,17 @@ def _of_versions(
     for package in ("torch", "vllm"):
         if not installed.get(package):
             what = "nothing can run" if package == "torch" else "there is nothing to plug into"
-            yield _finding(
+            yield finding(
                 "problem", "versions", f"{package} is not installed: {what}", f"install {package}"
             )
     for package, error in imports.items():
         if error and installed.get(package):
-            yield _finding(
+            yield finding(
                 "problem", "versions", f"{package} cannot be imported: {error}",
                 _import_advice(package, error, str(installed[package])),
             )  # fmt: skip
     for entry in find_conflicts(versions):
-        yield _finding(entry["level"], entry["about"], entry["text"], entry["advice"])
+        yield finding(entry["level"], entry["about"], entry["text"], entry["advice"])
 
 
 _EXTENSION = re.compile(r"Failed to load the backend extension: (\w+)")
@@ -138,28 +139,28 @@ def _import_advice(package: str, error: str, version: str) -> str:
 
 def _of_registry(found: Mapping[str, Any], *, torch_works: bool) -> Iterator[Finding]:
     if found.get("error"):
-        yield _finding("problem", "registry", f"it could not be looked at: {found['error']}")
+        yield finding("problem", "registry", f"it could not be looked at: {found['error']}")
         return
     if not found["enabled"]:
-        yield _finding(
+        yield finding(
             "note", "configuration", "vllm_fl is switched off; vLLM runs as without it",
             "unset VLLM_FL_ENABLED",
         )  # fmt: skip
     if found.get("config_error"):
-        yield _finding(
+        yield finding(
             "problem", "configuration", found["config_error"],
             "correct it; vLLM does not start with it. Everything here is told for the defaults",
         )  # fmt: skip
     for sighting in found.get("sightings", ()):
         if not sighting["found"]:
-            yield _finding("note", "device", sighting["text"], "nothing, unless it is your device")
+            yield finding("note", "device", sighting["text"], "nothing, unless it is your device")
     for record in found["plugins"]:
         yield from _of_plugin(record, torch_works)
     for name, op in found["ops"].items():
         yield from _of_op(name, op, found)
     reference = [n for n, op in found["ops"].items() if _kind(n, op, found) == "reference"]
     if reference:
-        yield _finding(
+        yield finding(
             "note", "operators",
             f"the reference serves {', '.join(reference)}: correct, and slow",
             "in vLLM, its own forward stays where it is faster; else install the vendor's package",
@@ -167,7 +168,7 @@ def _of_registry(found: Mapping[str, Any], *, torch_works: bool) -> Iterator[Fin
     yield from _of_priority(found)
     for tie in found["ties"]:
         by_name = tie["settled_by"] == "the smaller id"
-        yield _finding(
+        yield finding(
             "problem" if by_name else "note", "ties",
             f"{tie['op']}: {tie['winner']} and {', '.join(tie['others'])} have priority "
             f"{tie['priority']}; settled by: {tie['settled_by']}",
@@ -191,7 +192,7 @@ def _of_priority(found: Mapping[str, Any]) -> Iterator[Finding]:
         key = (entry["impl_id"], entry["priority"], entry["winner"], entry["winners_priority"])
         ops.setdefault(key, []).append(entry["op"])
     for (impl_id, priority, winner, winners), names in ops.items():
-        yield _finding(
+        yield finding(
             "note", "priority",
             f"{impl_id} could serve {', '.join(names)}, and always loses to {winner}, whose "
             f"priority is {winners}, not {priority}",
@@ -207,13 +208,13 @@ def _of_plugin(record: Mapping[str, Any], torch_works: bool) -> Iterator[Finding
         advice = f"mend or uninstall {package}"
     else:
         advice = "see what its import needs" if torch_works else "mend torch first"
-    yield _finding("problem", "plugins", f"{record['name']} failed: {record['error']}", advice)
+    yield finding("problem", "plugins", f"{record['name']} failed: {record['error']}", advice)
 
 
 def _of_op(name: str, op: Mapping[str, Any], found: Mapping[str, Any]) -> Iterator[Finding]:
     if op["signature"] is None:
         meant = f'; did you mean "{op["closest"]}"?' if op["closest"] else ""
-        yield _finding(
+        yield finding(
             "problem", "operators",
             f"nobody declared {name}, so its implementations are unchecked{meant}",
             f"declare it: registry.declare(OpSignature.parse('{name}(...)'))",
@@ -222,7 +223,7 @@ def _of_op(name: str, op: Mapping[str, Any], found: Mapping[str, Any]) -> Iterat
         return
     implemented = any(entry["op"] == name for entry in found["implementations"])
     why = op["why"] if implemented else "no implementation is registered"
-    yield _finding(
+    yield finding(
         "problem" if implemented else "note", "operators", f"nothing can serve {name}: {why}",
         f"see vllm-fl explain {name}" if implemented else "",
     )  # fmt: skip
@@ -264,23 +265,23 @@ def _of_native(
         if entry["code"] == "missing" and entry["device"] != here:
             continue  # nothing here would run them
         level = "note" if entry["code"] == "missing" else "problem"
-        yield _finding(level, "native kernels", entry["state"], entry["advice"])
+        yield finding(level, "native kernels", entry["state"], entry["advice"])
 
 
 def _of_hooks(hooks: Mapping[str, Any], found: Mapping[str, Any]) -> Iterator[Finding]:
     if hooks["error"]:
         if hooks.get("vllm") or hooks["error"] != "vLLM is not installed":
-            yield _finding(
+            yield finding(
                 "problem", "hooks", f"registering the plugin as vLLM does: {hooks['error']}",
                 "vLLM's own processes meet the same",
             )  # fmt: skip
         return
     for hook in hooks["installed"]:
         if not hook["in_place"]:
-            yield _finding("note", "hooks", f"{hook['name']} was replaced by another plugin")
+            yield finding("note", "hooks", f"{hook['name']} was replaced by another plugin")
     here = (found.get("device") or {}).get("vendor")
     if hooks["device"] and here and hooks["device"].partition(":")[0] != here:
-        yield _finding(
+        yield finding(
             "note", "device",
             f"vLLM's platform is {hooks['device']}, and this machine looks like {here}: in vLLM "
             f"the operators are chosen for {hooks['device']}",

@@ -54,12 +54,16 @@ def examine() -> dict[str, Any]:
         found = pool.submit(_registry)
         hooks = pool.submit(ask, "hooks", {}, quiet=True) if "vllm" in installed else None
         native = pool.submit(native_kernels)
+        offered = pool.submit(ask, "platform", {}, quiet=True) if "vllm" in installed else None
+        hooked = _as_hooks(None if hooks is None else hooks.result())
+        active = hooked.pop("platform", {"active": None, "shims": []})
         return diagnose(
             versions,
             {name: future.result() for name, future in imports.items()},
             found.result(),
-            _as_hooks(None if hooks is None else hooks.result()),
+            hooked,
             native.result(),
+            None if offered is None else {**_as_platform(offered.result()), **active},
         )
 
 
@@ -88,6 +92,11 @@ def _as_hooks(reply: Reply | None) -> dict[str, Any]:
     return {"error": _problem(reply), **(reply.answer or {})}
 
 
+def _as_platform(reply: Reply) -> dict[str, Any]:
+    unknown = dict.fromkeys(("steps_in", "reason", "vendor", "extension", "asked", "rival"))
+    return {"error": _problem(reply), **unknown, **(reply.answer or {})}
+
+
 def render(data: Mapping[str, Any], stream: TextIO) -> None:
     """Print everything for people, the verdict last."""
     _print_versions(data["versions"], stream)
@@ -96,6 +105,7 @@ def render(data: Mapping[str, Any], stream: TextIO) -> None:
     else:
         _print_registry(data, stream)
     _print_native(data["native"], stream)
+    _print_platform(data["platform"], stream)
     _print_hooks(data["hooks"], stream)
     for level, title in (("problem", "Problems:"), ("note", "Notes:")):
         found = [entry for entry in data["findings"] if entry["level"] == level]
@@ -167,6 +177,29 @@ def _built_for(native: Mapping[str, Any]) -> str:
         return f" ({native['problem']})"
     torch = f", for torch {native['torch']}" if native["torch"] else ""
     return f" (built with VLLM_FL_DEVICE={native['asked']}{torch})"
+
+
+def _print_platform(platform: Mapping[str, Any] | None, stream: TextIO) -> None:
+    if platform is None:
+        return
+    if platform["error"]:
+        print(f"vllm_fl's platform: {platform['error']}\n", file=stream)
+        return
+    does = "steps in" if platform["steps_in"] else "stays back"
+    extension = "with" if platform["extension"] else "without"
+    lines = [f"vllm_fl's platform {does}: {platform['reason']}"]
+    lines.append(f"vLLM is installed {extension} its compiled extension")
+    if platform["asked"]:
+        lines.append(f"asked for by VLLM_FL_PLATFORM={platform['asked']}")
+    if platform["rival"]:
+        lines.append(f"another platform plugin is active: {platform['rival']}")
+    if platform["active"]:
+        lines.append(f"vLLM's platform here: {platform['active']}")
+    print("\n  ".join(lines) + "\n", file=stream)
+    if platform["shims"]:
+        print("Stand-ins for vLLM's extension:", file=stream)
+        rows = [(shim["name"], shim["state"], shim["reason"]) for shim in platform["shims"]]
+        print_table(stream, ("stand-in", "state", "why"), rows)
 
 
 def _print_hooks(hooks: Mapping[str, Any], stream: TextIO) -> None:

@@ -17,6 +17,7 @@ from ..dispatch.policy import MODES
 from ..dispatch.types import BackendImplKind, DeviceFacts, OpImpl, is_installed
 from .child import survey
 from .errors import CommandError, UsageError
+from .inventory import note_of
 from .output import emit, print_table
 
 __all__ = ["add_parser", "contract_of", "explain", "read_shape", "read_value", "render"]
@@ -246,6 +247,7 @@ def _registered(impl: OpImpl) -> dict[str, Any]:
         "vendors": None if vendors is None else list(vendors),
         "requires": requires,
         "missing": [module for module in requires if not is_installed(module)],
+        "note": note_of(impl),
     }
 
 
@@ -321,6 +323,7 @@ def render(data: Mapping[str, Any], stream: TextIO) -> None:
             "--with assumes a module"
         )
     lines.append(f"  {_ASKED[data['asked']]}")
+    lines += [f"  {e['impl_id']} runs {e['note']}" for e in data["registered"] if e["note"]]
     if not data["enabled"]:
         lines.append("  but vllm_fl is switched off: vLLM runs as without it")
     print("\n".join(lines), file=stream)

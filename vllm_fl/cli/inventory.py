@@ -14,7 +14,7 @@ from ..dispatch.policy import MODES
 from ..dispatch.registry import OpRegistrySnapshot
 from ..dispatch.types import BackendImplKind, OpImpl, Origin
 
-__all__ = ["inventory"]
+__all__ = ["inventory", "note_of"]
 
 
 def inventory(manager: OpManager) -> dict[str, Any]:
@@ -102,9 +102,19 @@ def _described(impl: OpImpl) -> dict[str, Any]:
         "guards": [n for n in ("supports_layer", "supports") if getattr(impl, n) is not None],
         "batch_invariant": impl.batch_invariant,
         "api_version": impl.api_version,
+        "note": note_of(impl),
         "origin": _origin(impl.origin),
         "module": impl.origin.module if impl.origin is not None else "",
     }
+
+
+def note_of(impl: OpImpl) -> str:
+    """What its backend says of how it runs here; a vendor's object may have no such method."""
+    note = getattr(impl.backend, "note", None)
+    try:
+        return str(note()) if callable(note) else ""
+    except Exception as error:
+        return f"as nobody knows: its note raised {type(error).__name__}: {error}"
 
 
 def _origin(origin: Origin | None) -> str:

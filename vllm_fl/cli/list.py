@@ -14,7 +14,7 @@ from .output import emit, print_table
 
 __all__ = ["add_parser", "listing", "render"]
 
-KEYS = ("op", "impl_id", "kind", "vendor", "priority", "available", "reason", "origin")
+KEYS = ("op", "impl_id", "kind", "vendor", "priority", "available", "reason", "note", "origin")
 
 
 def add_parser(commands: Any) -> None:
@@ -97,6 +97,11 @@ def check_op(op: str, found: Mapping[str, Any]) -> None:
         )
 
 
+def _available(row: Mapping[str, Any]) -> str:
+    answer = "yes" if row["available"] else f"no: {row['reason']}"
+    return f"{answer}; runs {row['note']}" if row["note"] else answer
+
+
 def render(data: Mapping[str, Any], stream: TextIO) -> None:
     """Print the list for people."""
     print(f"Implementations on {data['device']}:", file=stream)
@@ -110,7 +115,7 @@ def render(data: Mapping[str, Any], stream: TextIO) -> None:
                 row["kind"],
                 row["vendor"],
                 row["priority"],
-                "yes" if row["available"] else f"no: {row['reason']}",
+                _available(row),
                 row["origin"],
             )
             for row in data["implementations"]

@@ -231,7 +231,30 @@ def _hooks(tell: Tell, skip: Skip = ()) -> dict[str, Any]:
             for hook in hooks.installed()
         ],
         "awaited": list(hooks.awaited()),
+        "platform": _active_platform(),
     }
+
+
+def _platform(tell: Tell, skip: Skip = ()) -> dict[str, Any]:
+    """Whether vllm_fl offers vLLM a platform here; vLLM is not imported for that, unless another
+    platform plugin does."""
+    from ..vllm_plugin import platform_choice
+
+    return platform_choice.describe()
+
+
+def _active_platform() -> dict[str, Any]:
+    """The platform that vLLM chose, and the stand-ins for its extension."""
+    from vllm.platforms import current_platform
+
+    from ..vllm_plugin import shims
+    from ..vllm_plugin.platform_choice import PLATFORM
+
+    kind = type(current_platform)
+    name = f"{kind.__module__}.{kind.__qualname__}"
+    if name == PLATFORM:
+        current_platform.import_kernels()  # as a process with a model does
+    return {"active": name, "shims": shims.survey(name, ours=name == PLATFORM)}
 
 
 QUESTIONS: dict[str, Callable[..., dict[str, Any]]] = {
@@ -241,4 +264,5 @@ QUESTIONS: dict[str, Callable[..., dict[str, Any]]] = {
     "import": _import,
     "kernels": _kernels,
     "hooks": _hooks,
+    "platform": _platform,
 }

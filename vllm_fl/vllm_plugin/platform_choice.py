@@ -8,12 +8,13 @@ here.
 from __future__ import annotations
 
 from importlib.metadata import EntryPoint, entry_points
+from typing import Any
 
 from ..dispatch.config import load_config
 from ..dispatch.log import logger
 from ..dispatch.types import DeviceFacts
 
-__all__ = ["GROUP", "PLATFORM", "choose", "has_extension", "offer"]
+__all__ = ["GROUP", "PLATFORM", "choose", "describe", "has_extension", "offer"]
 
 GROUP = "vllm.platform_plugins"
 PLATFORM = "vllm_fl.vllm_plugin.platform.PlatformFL"
@@ -77,6 +78,28 @@ def choose() -> tuple[str | None, str]:
     if device.vendor in _SERVED_BY_VLLM:
         return PLATFORM, "this vLLM has no compiled extension"
     return PLATFORM, f"vLLM has no platform for {device.vendor}"
+
+
+def describe() -> dict[str, Any]:
+    """What `choose` says and what it looked at, JSON-ready.
+
+    Returns:
+        steps_in, reason, vendor (of this machine's device), extension (whether vLLM's is here),
+        asked (VLLM_FL_PLATFORM), rival (another platform plugin that vLLM would load beside ours).
+
+    Raises:
+        ConfigError: as `choose`.
+    """
+    path, reason = choose()
+    asked = load_config().platform
+    return {
+        "steps_in": path is not None,
+        "reason": reason,
+        "vendor": detect(asked).vendor if load_config().enabled else None,
+        "extension": has_extension(),
+        "asked": asked,
+        "rival": None if path is None else _other_plugin(),
+    }
 
 
 def _allowed(name: str) -> bool:

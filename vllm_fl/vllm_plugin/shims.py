@@ -13,12 +13,17 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from types import ModuleType
+from typing import Literal
 
 import torch
 
 from . import hooks
 
-__all__ = ["Shim", "install", "installed", "uninstall", "view_on_device", "weak_ref"]
+__all__ = [
+    "Shim", "States", "install", "installed", "survey", "uninstall", "view_on_device", "weak_ref",
+]  # fmt: skip
+
+States = Literal["needed", "not needed", "in place"]
 
 _SCHEMAS = (
     "rotary_embedding(Tensor positions, Tensor! query, Tensor!? key, int head_size, "
@@ -66,6 +71,61 @@ _library: torch.library.Library | None = None
 def installed() -> tuple[Shim, ...]:
     """The stand-ins of this process."""
     return tuple(_installed.values())
+
+
+_SCHEMA_NAMES = tuple(schema.partition("(")[0] for schema in _SCHEMAS)
+
+
+def survey(platform: str, *, ours: bool) -> list[dict[str, str]]:
+    """Each stand-in: name, state (one of `States`) and reason.
+
+    Args:
+        platform: the name of vLLM's platform in this process.
+        ours: whether that is PlatformFL.
+    """
+    absent = [name for name in _SCHEMA_NAMES if not _is_real(name)]
+    given = [name for name in absent if f"_C::{name} (schema)" in _installed]
+    states: list[tuple[str, States, str]] = [
+        (
+            "schemas of _C",
+            _state(real=not absent, ours=len(given) == len(absent) > 0),
+            f"vLLM's compiler passes name them when they are imported: {', '.join(absent)}"
+            if absent
+            else "vLLM's extension has them",
+        ),
+        (
+            "_C::weak_ref_tensor",
+            _state(real=_is_real("weak_ref_tensor"), ours="_C::weak_ref_tensor" in _installed),
+            "vLLM's extension has it"
+            if _is_real("weak_ref_tensor")
+            else "vLLM's piecewise graphs keep outputs without owning them",
+        ),
+        (
+            _VIEW,
+            _state(real=False, ours=_VIEW in _installed),
+            "vLLM's second model runner shares pinned buffers with the device, and vLLM's own "
+            "function knows its own platforms only",
+        ),
+        (
+            "the worker's memory pool",
+            "in place",
+            "vLLM's asks for the allocator of sleep mode, a part of its extension; ours is none",
+        ),
+    ]
+    if not ours:
+        why = f"vLLM's platform here is {platform}"
+        states = [(name, "not needed", why) for name, _, _ in states]
+    return [{"name": n, "state": state, "reason": reason} for n, state, reason in states]
+
+
+def _is_real(name: str) -> bool:
+    """Whether vLLM's extension itself has an operator."""
+    ours = f"_C::{name}" in _installed or f"_C::{name} (schema)" in _installed
+    return hasattr(torch.ops._C, name) and not ours
+
+
+def _state(*, real: bool, ours: bool) -> States:
+    return "in place" if ours else "not needed" if real else "needed"
 
 
 def install() -> None:

@@ -163,7 +163,13 @@ def main(folder: str) -> None:
         "is_cuda": current_platform.is_cuda(),
         "old_gpu": attempt(lambda: current_platform.check_if_supports_dtype(torch.bfloat16)),
     }
+
+    def states() -> dict[str, str]:
+        return {shim["name"]: shim["state"] for shim in shims.survey("PlatformFL", ours=True)}
+
+    answer["before"] = states()
     made = config()
+    answer["after"] = states()
     answer["worker"] = made.parallel_config.worker_cls
     answer["shims"] = [shim.name for shim in shims.installed()]
     answer["passes"] = sorted(

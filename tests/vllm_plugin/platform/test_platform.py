@@ -174,6 +174,29 @@ def test_the_stand_ins_are_listed_and_let_vllms_passes_be_imported(answer) -> No
     assert answer["rotary"].startswith("_C::rotary_embedding(Tensor positions, Tensor")
 
 
+STAND_INS = ("schemas of _C", "_C::weak_ref_tensor", "get_accelerator_view_from_cpu_tensor")
+
+
+def test_a_stand_in_is_needed_and_once_there_is_a_configuration_in_place(answer) -> None:
+    pool = {"the worker's memory pool": "in place"}
+    assert answer["before"] == dict.fromkeys(STAND_INS, "needed") | pool
+    assert answer["after"] == dict.fromkeys(STAND_INS, "in place") | pool
+
+
+def test_what_vllms_extension_has_needs_no_stand_in(monkeypatch) -> None:
+    monkeypatch.setattr(shims, "_is_real", lambda name: True)
+    told = {shim["name"]: (shim["state"], shim["reason"]) for shim in shims.survey("x", ours=True)}
+    assert told["schemas of _C"] == ("not needed", "vLLM's extension has them")
+    assert told["_C::weak_ref_tensor"] == ("not needed", "vLLM's extension has it")
+
+
+def test_on_vllms_own_platform_nothing_is_needed() -> None:
+    told = shims.survey("vllm.platforms.cuda.NvmlCudaPlatform", ours=False)
+    assert {(shim["state"], shim["reason"]) for shim in told} == {
+        ("not needed", "vLLM's platform here is vllm.platforms.cuda.NvmlCudaPlatform")
+    }
+
+
 def test_a_schema_is_no_kernel(answer) -> None:
     assert answer["called"].startswith("NotImplementedError")
 

@@ -85,6 +85,25 @@ def test_asked_for_it_steps_in_beside_a_working_vllm(machine, monkeypatch) -> No
     assert choose() == (PLATFORM, "VLLM_FL_PLATFORM=cuda")
 
 
+def test_what_was_looked_at_is_told(machine, monkeypatch) -> None:
+    machine("cuda", extension=False)
+    assert platform_choice.describe() == {
+        "steps_in": True,
+        "reason": "this vLLM has no compiled extension",
+        "vendor": "cuda",
+        "extension": False,
+        "asked": None,
+        "rival": None,
+    }
+    machine("cuda", extension=True, rivals={"acme": "acme.Platform"})
+    monkeypatch.setenv("VLLM_FL_PLATFORM", "cuda")
+    told = platform_choice.describe()
+    assert (told["steps_in"], told["asked"], told["rival"]) == (True, "cuda", "acme")
+    monkeypatch.setenv("VLLM_FL_ENABLED", "0")
+    told = platform_choice.describe()
+    assert (told["steps_in"], told["reason"], told["vendor"]) == (False, "VLLM_FL_ENABLED=0", None)
+
+
 def test_switched_off_it_offers_nothing(machine, monkeypatch) -> None:
     machine("cuda", extension=False)
     monkeypatch.setenv("VLLM_FL_ENABLED", "0")

@@ -53,6 +53,15 @@ class FlagGemsBackend(Backend):
             return f"no device of the vendor '{vendor}' is here"
         return True
 
+    def note(self) -> str:
+        """That it runs with a shim, where it does."""
+        from . import shim
+
+        triton = versions.triton_version()
+        if triton is None or versions.reason(versions.flaggems_version(), triton) is not None:
+            return ""
+        return f"on Triton {triton} with a shim: {shim.WHAT}" if versions.needs_shim(triton) else ""
+
     def device_vendor(self) -> str:
         """The vendor of this process's device, by our own name."""
         return get_default_manager().device.vendor
