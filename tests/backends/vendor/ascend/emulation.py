@@ -95,6 +95,7 @@ def npu_gelu(input, *, approximate="none"):
 
 @emulates()
 def npu_fast_gelu(input):
+    need(STATE.soc in A2_A3 or input.dtype is not torch.bfloat16, "npu_fast_gelu: bf16, A2 and A3")
     values = input.float()
     return (values * torch.sigmoid(1.702 * values)).to(input.dtype)
 
@@ -104,6 +105,32 @@ def npu_gelu_mul(input, *, approximate="none"):
     need(input.shape[-1] <= 1024, "npu_gelu_mul: a last dimension of 1024 at most")
     gate, up = input.float().chunk(2, -1)
     return (F.gelu(gate, approximate=approximate) * up).to(input.dtype)
+
+
+# -------------------------------------------------------------------------------- attention
+
+
+@emulates()
+def npu_attention_update(lse, local_out, update_type):
+    """By its documented formula, which gives NaN where every part is empty (-inf)."""
+    need(STATE.soc in A2_A3, "npu_attention_update: A2 and A3")
+    rows, size = local_out[0].shape
+    need(len(lse) == len(local_out), "npu_attention_update: as many outputs as logsumexps")
+    need(all(t.shape == (rows,) for t in lse), "npu_attention_update: lse has one dimension")
+    need(all(t.dtype is torch.float32 for t in lse), "npu_attention_update: lse is float32")
+    need(all(t.shape == (rows, size) for t in local_out), "npu_attention_update: one shape")
+    need(len({t.dtype for t in local_out}) == 1, "npu_attention_update: one dtype")
+    need(local_out[0].dtype in FLOATS, f"npu_attention_update: dtype {local_out[0].dtype}")
+    largest = torch.stack(lse).amax(0)
+    merged = largest + sum((part - largest).exp() for part in lse).log()
+    total = sum(
+        out.float() * (part - merged).exp()[:, None]
+        for out, part in zip(local_out, lse, strict=True)
+    )
+    # Without update_type 1 the second output is not valid.
+    return total.to(local_out[0].dtype), merged if update_type == 1 else torch.full_like(
+        merged, 7.0
+    )
 
 
 # ----------------------------------------------------------------------------------- rotary

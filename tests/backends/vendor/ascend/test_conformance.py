@@ -47,10 +47,14 @@ def inputs(contract: OpContract, dtype: torch.dtype):
         yield name, args, to_npu(args)
 
 
-@pytest.mark.parametrize("contract, impl, dtype", PAIRS)
-def test_it_does_what_the_contract_says(contract, impl, dtype):
+def conform(
+    contract: OpContract, impl: OpImpl, dtype: torch.dtype
+) -> tuple[list[str], dict[str, str]]:
+    """Hold every case that is served to the contract; the cases served, and those refused with
+    the reason."""
     limit = contract.tolerances[dtype]
-    served, refused = [], {}
+    served: list[str] = []
+    refused: dict[str, str] = {}
     for name, args, on_npu in inputs(contract, dtype):
         reason = refusal(contract, impl, on_npu)
         if reason is not None:
@@ -74,6 +78,12 @@ def test_it_does_what_the_contract_says(contract, impl, dtype):
         ):
             if argument not in impl.mutates and isinstance(now, torch.Tensor):
                 assert_same(now, then)
+    return served, refused
+
+
+@pytest.mark.parametrize("contract, impl, dtype", PAIRS)
+def test_it_does_what_the_contract_says(contract, impl, dtype):
+    served, refused = conform(contract, impl, dtype)
     if (contract.name, dtype) in NOT_FOR:
         assert not served
         return

@@ -17,7 +17,7 @@ from tests.backends.vendor.ascend.device import to_cpu, to_npu
 from tests.backends.vendor.ascend.harness import STATE, LimitError
 from tests.backends.vendor.ascend.served import SERVED
 from vllm_fl.backends.vendor.ascend import impl as impl_package
-from vllm_fl.backends.vendor.ascend.ascend import OPERATORS, backend
+from vllm_fl.backends.vendor.ascend.ascend import backend, backend_310p, backend_a5
 from vllm_fl.backends.vendor.devices import facts_of
 from vllm_fl.dispatch import OpManager, OpRegistry
 from vllm_fl.dispatch.config import Config
@@ -149,6 +149,24 @@ def gelu_in_one_call(x, approximate="none"):
     return torch.ops.npu.npu_gelu_mul(x, approximate=approximate)
 
 
+def merged_as_they_come(
+    prefix_output,
+    prefix_lse,
+    suffix_output,
+    suffix_lse,
+    prefill_tokens_with_context=None,
+    output_scale=None,
+    return_lse=True,
+):
+    heads, tokens = prefix_lse.shape
+    out, lse = torch.ops.npu.npu_attention_update(
+        [x.t().reshape(-1) for x in (prefix_lse, suffix_lse)],
+        [x.reshape(tokens * heads, -1) for x in (prefix_output, suffix_output)],
+        1,
+    )
+    return out.view(prefix_output.shape), lse.view(tokens, heads).t()
+
+
 # -------------------------------------------------------------------------------- the inputs
 
 
@@ -170,6 +188,13 @@ def cache_args(slots: list[int]) -> tuple[Any, ...]:
     tokens = (len(slots), 2, 32)
     caches = rand(4, 16, 2, 32), rand(4, 16, 2, 32) + 1
     return rand(*tokens), rand(*tokens) + 1, *caches, torch.tensor(slots), "auto", one, one
+
+
+def parts(level: float, empty: float = 0.0) -> tuple[Any, ...]:
+    prefix, suffix = (level + 3 * rand(2, n, dtype=torch.float32)[:, :5] for n in (5, 6))
+    if empty:
+        prefix[:, 1] = suffix[:, 1] = empty
+    return rand(5, 2, 16), prefix, rand(5, 2, 17)[..., :16], suffix
 
 
 def experts_args() -> tuple[Any, ...]:
@@ -226,6 +251,12 @@ TRAPS = {
     ),
     "the defaults of the routing are not supported": Trap(
         "fused_experts", on(*experts_args()), routing_by_default
+    ),
+    "two empty parts of attention are not a number": Trap(
+        "merge_attn_states", on(*parts(0.0, empty=-float("inf"))), merged_as_they_come
+    ),
+    "a merged logsumexp of 1e5 is too coarse to weigh by": Trap(
+        "merge_attn_states", on(*parts(1e5)), merged_as_they_come
     ),
     "gelu with its product takes short rows": Trap(
         "gelu_and_mul", on(rand(3, 2048)), gelu_in_one_call
@@ -294,7 +325,8 @@ def calls_of_operators() -> Iterator[tuple[str, int]]:
 def test_what_has_a_default_is_passed_by_keyword():
     """Releases put new parameters in between: a position would mean another one there."""
     found = list(calls_of_operators())
-    assert {name for name, _ in found} == set(OPERATORS)
+    known = {*backend.operators, *backend_310p.operators, *backend_a5.operators}
+    assert {name for name, _ in found} == known
     for name, given in found:
         arguments = getattr(torch.ops.npu, name).default._schema.arguments
         required = [a for a in arguments if not a.kwarg_only and not a.has_default_value()]

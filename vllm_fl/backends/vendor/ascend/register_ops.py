@@ -4,13 +4,14 @@
 from __future__ import annotations
 
 from ....dispatch.registry import OpRegistry
-from .ascend import backend
+from .ascend import backend, backend_310p, backend_a5
 from .impl import (  # noqa: F401  (importing marks them)
     activation,
     attention,
     cache,
     moe,
     normalization,
+    other_chips,
     quantization,
     rotary,
     sampling,
@@ -21,4 +22,5 @@ __all__ = ["register_builtins"]
 
 def register_builtins(registry: OpRegistry) -> None:
     """Register every function that the impl modules marked."""
-    registry.register_many(backend.implementations)
+    for chips in (backend, backend_310p, backend_a5):
+        registry.register_many(chips.implementations)

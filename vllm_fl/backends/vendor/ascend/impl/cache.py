@@ -5,6 +5,9 @@ Its default layout is NZ, in which a cache of vLLM's shape is garbage without a 
 is named in every call. Negative slots, which vLLM pads with, are not documented: their tokens are
 taken out before. How many are left depends on the data, so a graph cannot hold this op; a caller
 that captures one slices its tokens beforehand.
+
+concat_and_cache_mla has no operator here: `npu_kv_rmsnorm_rope_cache` normalizes and rotates too,
+and writes two caches where vLLM's is one.
 """
 
 from __future__ import annotations
