@@ -7,11 +7,12 @@ here.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from importlib.metadata import EntryPoint, entry_points
 from typing import Any
 
 from ..dispatch.config import load_config
-from ..dispatch.log import logger
+from ..dispatch.log import configure_logging, logger
 from ..dispatch.types import DeviceFacts
 
 __all__ = ["GROUP", "PLATFORM", "choose", "describe", "has_extension", "offer"]
@@ -41,8 +42,19 @@ def offer() -> str | None:
     """The entry point: the platform's path where vllm_fl steps in, else None."""
     path, reason = choose()
     if path is not None:
-        logger.info("vllm_fl's platform steps in: %s", reason)
+        _say(logger.info, f"vllm_fl's platform steps in: {reason}")
     return path
+
+
+_said: set[str] = set()
+
+
+def _say(log: Callable[..., None], text: str) -> None:
+    """Log a line once: vLLM asks twice. It asks before the general plugin sets logging up."""
+    if text not in _said:
+        _said.add(text)
+        configure_logging(load_config().log_level)
+        log("%s", text)
 
 
 def choose() -> tuple[str | None, str]:
@@ -65,13 +77,13 @@ def choose() -> tuple[str | None, str]:
     rival = _other_plugin()
     if rival is not None:
         if asked is None:
-            logger.info("vllm_fl's platform stays back: the platform plugin '%s' is active", rival)
-            return None, f"the platform plugin '{rival}' is active"
-        logger.warning(
-            "VLLM_FL_PLATFORM=%s asks for vllm_fl's platform, and the platform plugin '%s' is "
-            "active too: vLLM refuses two. Set VLLM_PLUGINS to leave one out.",
-            asked,
-            rival,
+            reason = f"the platform plugin '{rival}' is active"
+            _say(logger.info, f"vllm_fl's platform stays back: {reason}")
+            return None, reason
+        _say(
+            logger.warning,
+            f"VLLM_FL_PLATFORM={asked} asks for vllm_fl's platform, and the platform plugin "
+            f"'{rival}' is active too: vLLM refuses two. Set VLLM_PLUGINS to leave one out.",
         )
     if asked is not None:
         return PLATFORM, f"VLLM_FL_PLATFORM={asked}"
