@@ -135,7 +135,7 @@ def jobs_of(
     results: Path,
     *,
     device: str = "cuda",
-    memory: float = 0.2,
+    memory: float = 0.14,
 ) -> Iterator[Job]:
     """The jobs of some steps that apply to a site, in the order in which they matter."""
     makers = {
@@ -185,7 +185,7 @@ def _conformance(site: Site, results: Path, device: str, memory: float) -> Itera
         for impl in IMPLEMENTATIONS if check == "cases" else IMPLEMENTATIONS[:2]:
             name = f"{check}-{impl}"
             result = results / f"{name}.json"
-            more = ("--workers", "4") if check == "cases" else ()
+            more = ("--workers", "3") if check == "cases" else ()
             command = (_script("conformance"), check, str(result), impl, "--device", device, *more)
             yield Job(
                 name=name, step="conformance", command=command, result=result, seconds=300,

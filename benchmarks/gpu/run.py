@@ -262,7 +262,7 @@ def parser() -> argparse.ArgumentParser:
     one.add_argument("--modes", nargs="*", choices=MODES)
     one.add_argument("--again", action="store_true", help="what is there already, too")
     one.add_argument("--seconds", type=float, default=570, help="in all")
-    one.add_argument("--together", type=int, default=4, help="engines that get ready at a time")
+    one.add_argument("--together", type=int, default=6, help="engines that get ready at a time")
     one.add_argument("--device", default="cuda", help="cpu: to try the scripts")
     one.add_argument("--dry-run", action="store_true", help="print the commands")
     one.add_argument("--quiet", action="store_true", help="write tables.md, and do not print it")
