@@ -2,31 +2,9 @@
 // What a kernel is given, and the table of kernels that each instruction set has.
 #pragma once
 
-#include <stdint.h>
-
-// These functions are never called: see vec.h on functions that two files share.
-#define VLLM_FL_INLINE __attribute__((always_inline)) inline
+#include "../rows.h"
 
 namespace vllm_fl {
-
-constexpr int kMaxDims = 6;
-
-// Rows of a tensor, numbered as if it were contiguous. Strides are in elements.
-struct Rows {
-  int dims = 0;
-  int64_t sizes[kMaxDims] = {};
-  int64_t strides[kMaxDims] = {};
-
-  VLLM_FL_INLINE int64_t offset(int64_t row) const {
-    if (dims == 1) return row * strides[0];
-    int64_t at = 0;
-    for (int d = dims - 1; d >= 0; d--) {
-      at += row % sizes[d] * strides[d];
-      row /= sizes[d];
-    }
-    return at;
-  }
-};
 
 struct Gated {
   const void* x;  // rows of 2 * width
@@ -69,8 +47,6 @@ struct Rotary {
 // Of rows, or tokens, from begin to end.
 template <class Arguments>
 using Kernel = void (*)(const Arguments&, int64_t begin, int64_t end);
-
-enum Type { kFloat32, kBFloat16, kFloat16, kTypes };
 
 struct Kernels {
   const char* name;

@@ -4,13 +4,11 @@
 #include <ATen/EmptyTensor.h>
 #include <ATen/Parallel.h>
 #include <ATen/Version.h>
-#include <ATen/core/Tensor.h>
-#include <c10/core/GradMode.h>
 
 #include <algorithm>
 #include <cstring>
-#include <sstream>
 
+#include "../refusals.h"
 #include "kernels.h"
 
 namespace vllm_fl {
@@ -20,26 +18,6 @@ namespace {
 // thread norms or gates as many. Decode steps stay below it, and so never need a thread: after
 // a fork there is none.
 constexpr int64_t kGrain = 32768;
-
-template <class... Parts>
-std::string text(const Parts&... parts) {
-  std::ostringstream stream;
-  (stream << ... << parts);
-  return stream.str();
-}
-
-int type_index(c10::ScalarType type) {
-  switch (type) {
-    case c10::ScalarType::Float:
-      return kFloat32;
-    case c10::ScalarType::BFloat16:
-      return kBFloat16;
-    case c10::ScalarType::Half:
-      return kFloat16;
-    default:
-      return -1;
-  }
-}
 
 const Kernels& best_kernels() {
 #if defined(VLLM_FL_X86)
@@ -71,138 +49,6 @@ void run(Kernel<Arguments> kernel, const Arguments& arguments, int64_t rows, int
                    [&](int64_t begin, int64_t end) { kernel(arguments, begin, end); });
 }
 
-// ---------------------------------------------------------------------------------- refusals
-
-// Why a tensor is not of a kind that the kernels read, or nothing. Metadata only.
-std::string kind_refusal(const char* name, const TensorBase& x) {
-  if (!x.is_cpu()) return text(name, " is on ", x.device());
-  const c10::DispatchKeySet lazy({c10::DispatchKey::Negative, c10::DispatchKey::Conjugate,
-                                  c10::DispatchKey::ZeroTensor, c10::DispatchKey::NestedTensor,
-                                  c10::DispatchKey::FuncTorchBatched,
-                                  c10::DispatchKey::FuncTorchGradWrapper,
-                                  c10::DispatchKey::Functionalize});
-  if (x.layout() != at::kStrided || x.key_set().has_any(lazy)) {
-    return text(name, " is not a plain strided tensor");
-  }
-  if (x.requires_grad() && c10::GradMode::is_enabled()) {
-    return text("a gradient of ", name, " is required, and the kernels have none");
-  }
-  if (x._fw_grad(0).defined()) {
-    return text(name, " has a forward-mode tangent, and the kernels would lose it");
-  }
-  return {};
-}
-
-std::string float_refusal(const char* name, const TensorBase& x) {
-  if (type_index(x.scalar_type()) < 0) {
-    return text("dtype ", x.dtype(), " of ", name, " is not float32, bfloat16 or float16");
-  }
-  return kind_refusal(name, x);
-}
-
-bool rows_are_dense(const TensorBase& x) {
-  return x.size(-1) <= 1 || x.stride(-1) == 1;
-}
-
-// The dimensions but for the last, as few as possible. False: there are too many.
-bool rows_of(const TensorBase& x, Rows& rows) {
-  const auto sizes = x.sizes(), strides = x.strides();
-  int64_t merged_sizes[kMaxDims], merged_strides[kMaxDims];
-  int dims = 0;  // from the last to the first
-  for (int64_t d = static_cast<int64_t>(sizes.size()) - 2; d >= 0; d--) {
-    if (sizes[d] == 1) continue;
-    if (dims && strides[d] == merged_strides[dims - 1] * merged_sizes[dims - 1]) {
-      merged_sizes[dims - 1] *= sizes[d];
-      continue;
-    }
-    if (dims == kMaxDims) return false;
-    merged_sizes[dims] = sizes[d];
-    merged_strides[dims++] = strides[d];
-  }
-  if (!dims) {
-    merged_sizes[dims] = 1;
-    merged_strides[dims++] = 0;
-  }
-  rows.dims = dims;
-  for (int d = 0; d < dims; d++) {
-    rows.sizes[d] = merged_sizes[dims - 1 - d];
-    rows.strides[d] = merged_strides[dims - 1 - d];
-  }
-  return true;
-}
-
-std::string rows_refusal(const char* name, const TensorBase& x) {
-  if (x.dim() == 0) return text(name, " has no dimension");
-  if (!rows_are_dense(x)) return text(name, " has strides ", x.strides(), ", the last not 1");
-  Rows rows;
-  if (x.numel() && !rows_of(x, rows)) {
-    return text(name, " has more than ", kMaxDims, " dimensions that do not merge");
-  }
-  return {};
-}
-
-// Whether every element has memory of its own, so that it can be written.
-bool rows_are_apart(const TensorBase& x) {
-  Rows rows;
-  if (!x.numel() || !rows_of(x, rows)) return true;
-  int order[kMaxDims];  // by stride
-  for (int d = 0; d < rows.dims; d++) {
-    int at = d;
-    for (; at && rows.strides[order[at - 1]] > rows.strides[d]; at--) order[at] = order[at - 1];
-    order[at] = d;
-  }
-  int64_t extent = x.size(-1);
-  for (int k = 0; k < rows.dims; k++) {
-    const int d = order[k];
-    if (rows.sizes[d] == 1) continue;
-    if (rows.strides[d] < extent) return false;
-    extent += (rows.sizes[d] - 1) * rows.strides[d];
-  }
-  return true;
-}
-
-std::string written_refusal(const char* name, const TensorBase& x) {
-  std::string refusal = rows_refusal(name, x);
-  if (refusal.empty() && !rows_are_apart(x)) {
-    refusal = text(name, " overlaps itself: strides ", x.strides(), ", shape ", x.sizes());
-  }
-  return refusal;
-}
-
-#define VLLM_FL_RETURN_REFUSAL(expression)          \
-  if (std::string refusal = (expression); !refusal.empty()) return refusal
-
-void raise_if(const char* op, const std::string& refusal) {
-  TORCH_CHECK_VALUE(refusal.empty(), op, ": ", refusal);
-}
-
-// The address of data that must be there: a fake tensor has none.
-const void* data_of(const TensorBase& x) {
-  const void* data = x.const_data_ptr();
-  TORCH_CHECK_VALUE(data != nullptr || x.numel() == 0,
-                    "the tensor has no data; torch.ops.vllm_fl has fakes for tracing");
-  return data;
-}
-
-void* written_data_of(const TensorBase& x) {
-  data_of(x);
-  if (!x.is_inference()) x.unsafeGetTensorImpl()->bump_version();
-  return x.mutable_data_ptr();
-}
-
-bool overlap(const TensorBase& x, const TensorBase& y) {
-  if (!x.numel() || !y.numel()) return false;
-  auto range = [](const TensorBase& t) {
-    int64_t last = 0;
-    for (int64_t d = 0; d < t.dim(); d++) last += (t.size(d) - 1) * t.stride(d);
-    const char* begin = static_cast<const char*>(data_of(t));
-    return std::make_pair(begin, begin + (last + 1) * t.element_size());
-  };
-  auto [x_begin, x_end] = range(x);
-  auto [y_begin, y_end] = range(y);
-  return x_begin < y_end && y_begin < x_end;
-}
-
 // The rows of a matrix whose last stride is 1, in memory of their own.
 TensorBase copy_of(const TensorBase& matrix) {
   TensorBase copy = at::detail::empty_cpu(matrix.sizes(), matrix.scalar_type());
@@ -213,20 +59,6 @@ TensorBase copy_of(const TensorBase& matrix) {
     std::memcpy(to, from + r * matrix.stride(0) * matrix.element_size(), row);
   }
   return copy;
-}
-
-std::string weight_refusal(const TensorBase& x, Maybe weight, Size variance_size) {
-  const int64_t hidden = x.size(-1);
-  if (variance_size && (*variance_size < 0 || *variance_size > hidden)) {
-    return text("variance_size ", *variance_size, " is not within 0 and ", hidden);
-  }
-  if (weight == nullptr) return {};
-  VLLM_FL_RETURN_REFUSAL(float_refusal("weight", *weight));
-  if (weight->dim() != 1 || weight->size(0) != hidden) {
-    return text("weight has shape ", weight->sizes(), ", a row of x has ", hidden, " elements");
-  }
-  if (!rows_are_dense(*weight)) return "weight is not contiguous";
-  return {};
 }
 
 Norm norm_of(const TensorBase& x, Maybe weight, double epsilon, Size variance_size,
@@ -258,16 +90,11 @@ Rows contiguous_rows(int64_t rows, int64_t width) {
 
 }  // namespace
 
+c10::Device home_of(const TensorBase&) { return c10::Device(c10::DeviceType::CPU); }
+
 const char* cpu_capability() { return kernels().name; }
 
 // --------------------------------------------------------------------------------- operators
-
-std::string gated_refusal(const TensorBase& x) {
-  VLLM_FL_RETURN_REFUSAL(float_refusal("x", x));
-  VLLM_FL_RETURN_REFUSAL(rows_refusal("x", x));
-  if (x.size(-1) % 2) return text("x has rows of ", x.size(-1), " elements, which is odd");
-  return {};
-}
 
 TensorBase gated(Activation activation, const TensorBase& x) {
   raise_if("a gated activation", gated_refusal(x));
@@ -285,12 +112,6 @@ TensorBase gated(Activation activation, const TensorBase& x) {
   return out;
 }
 
-std::string rms_norm_refusal(const TensorBase& x, Maybe weight, Size variance_size) {
-  VLLM_FL_RETURN_REFUSAL(float_refusal("x", x));
-  VLLM_FL_RETURN_REFUSAL(rows_refusal("x", x));
-  return weight_refusal(x, weight, variance_size);
-}
-
 TensorBase rms_norm(const TensorBase& x, Maybe weight, double epsilon, Size variance_size,
                     double weight_offset) {
   raise_if("rms_norm", rms_norm_refusal(x, weight, variance_size));
@@ -301,21 +122,6 @@ TensorBase rms_norm(const TensorBase& x, Maybe weight, double epsilon, Size vari
   norm.out_rows = contiguous_rows(x.numel() / norm.hidden, norm.hidden);
   run_norm(norm, x, weight);
   return out;
-}
-
-std::string fused_add_rms_norm_refusal(const TensorBase& x, const TensorBase& residual,
-                                       Maybe weight, Size variance_size) {
-  VLLM_FL_RETURN_REFUSAL(float_refusal("x", x));
-  if (residual.scalar_type() != x.scalar_type()) {
-    return text("residual is ", residual.dtype(), ", x is ", x.dtype());
-  }
-  if (residual.sizes() != x.sizes()) {
-    return text("residual has shape ", residual.sizes(), ", x has ", x.sizes());
-  }
-  VLLM_FL_RETURN_REFUSAL(kind_refusal("residual", residual));
-  VLLM_FL_RETURN_REFUSAL(written_refusal("x", x));
-  VLLM_FL_RETURN_REFUSAL(written_refusal("residual", residual));
-  return weight_refusal(x, weight, variance_size);
 }
 
 std::pair<TensorBase, TensorBase> fused_add_rms_norm(const TensorBase& x,
@@ -348,20 +154,6 @@ std::pair<TensorBase, TensorBase> fused_add_rms_norm(const TensorBase& x,
 
 namespace {
 
-std::string turned_refusal(const char* name, const TensorBase& x, int64_t tokens,
-                           int64_t head_size) {
-  VLLM_FL_RETURN_REFUSAL(kind_refusal(name, x));
-  VLLM_FL_RETURN_REFUSAL(written_refusal(name, x));
-  const int64_t width = x.size(-1);
-  if (width % head_size) {
-    return text(name, " has rows of ", width, ", which is no multiple of head_size ", head_size);
-  }
-  if (!x.numel() ? tokens && width : !tokens || (x.numel() / width) % tokens) {
-    return text(name, " has shape ", x.sizes(), " for ", tokens, " positions");
-  }
-  return {};
-}
-
 Turned turned_of(const TensorBase& x, int64_t tokens, int64_t head_size) {
   Turned turned{};
   if (!x.numel()) return turned;
@@ -373,33 +165,6 @@ Turned turned_of(const TensorBase& x, int64_t tokens, int64_t head_size) {
 }
 
 }  // namespace
-
-std::string rotary_embedding_refusal(const TensorBase& positions, const TensorBase& query,
-                                     Maybe key, int64_t head_size,
-                                     const TensorBase& cos_sin_cache) {
-  VLLM_FL_RETURN_REFUSAL(float_refusal("query", query));
-  VLLM_FL_RETURN_REFUSAL(float_refusal("cos_sin_cache", cos_sin_cache));
-  VLLM_FL_RETURN_REFUSAL(kind_refusal("positions", positions));
-  if (positions.scalar_type() != at::kLong && positions.scalar_type() != at::kInt) {
-    return text("positions are ", positions.dtype(), ", not int32 or int64");
-  }
-  if (!positions.is_contiguous()) return "positions are not contiguous";
-  if (cos_sin_cache.dim() != 2) {
-    return text("cos_sin_cache has shape ", cos_sin_cache.sizes(), ", not two dimensions");
-  }
-  VLLM_FL_RETURN_REFUSAL(rows_refusal("cos_sin_cache", cos_sin_cache));
-  const int64_t rotary_dim = cos_sin_cache.size(1);
-  if (head_size < 1 || rotary_dim > head_size || rotary_dim % 2) {
-    return text("rotary_dim ", rotary_dim, " is odd or above head_size ", head_size);
-  }
-  const int64_t tokens = positions.numel();
-  VLLM_FL_RETURN_REFUSAL(turned_refusal("query", query, tokens, head_size));
-  if (key == nullptr) return {};
-  if (key->scalar_type() != query.scalar_type()) {
-    return text("key is ", key->dtype(), ", query is ", query.dtype());
-  }
-  return turned_refusal("key", *key, tokens, head_size);
-}
 
 void rotary_embedding(const TensorBase& positions, const TensorBase& query, Maybe key,
                       int64_t head_size, const TensorBase& cos_sin_cache, bool is_neox) {

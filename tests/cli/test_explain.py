@@ -277,7 +277,7 @@ def test_what_this_machine_has_installed_says_nothing_about_another() -> None:
 def test_each_of_the_fourteen_vendors_is_explained_from_here(info) -> None:
     manager = OpManager(config=Config())
     manager.ensure_initialized()
-    own = {"ascend": "vendor.ascend", "cuda": "vendor.cuda", "rocm": "vendor.cuda"}
+    own = {"ascend": "vendor.ascend", "cuda": "vendor.cuda.fl", "rocm": "vendor.cuda.fl"}
     data = explain(manager, "rms_norm", vendor=info.name)
     assert data["winner"]["impl_id"] == own.get(info.name, "reference.torch")
     assert len(data["losers"]) == len(data["registered"]) - 1

@@ -37,7 +37,8 @@ def test_it_registers_under_the_declared_signatures() -> None:
     for signature in SIGNATURES:
         registry.declare(signature)
     register_ops.register_builtins(registry)
-    assert {i.impl_id for op in IMPLS for i in registry.get_implementations(op)} == {"vendor.cuda"}
+    for op in IMPLS:
+        assert "vendor.cuda" in {impl.impl_id for impl in registry.get_implementations(op)}
     assert set(IMPLS) <= set(DECLARED)
 
 

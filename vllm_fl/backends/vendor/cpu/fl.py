@@ -3,33 +3,17 @@
 
 from __future__ import annotations
 
-import importlib
 from typing import Any
 
 from ....dispatch.types import BackendImplKind
 from ....native import native_refusal
 from ...base import Backend
+from ..native_kernels import NativeKernels
 
 __all__ = ["CpuFlBackend", "backend", "kernels"]
 
 
-class _Kernels:
-    """The functions of vllm_fl._C, as attributes: each is looked up once, when first used."""
-
-    def __getattr__(self, name: str) -> Any:
-        importlib.import_module("torch")  # brings along the libraries that the kernels need
-        try:
-            found = getattr(importlib.import_module("vllm_fl._C"), name)
-        except ImportError as error:
-            if not name.startswith("supports_"):
-                raise
-            refusal = native_refusal("cpu") or f"{type(error).__name__}: {error}"
-            return lambda *args: refusal  # a guard is asked for a device that is assumed only
-        setattr(self, name, found)
-        return found
-
-
-kernels: Any = _Kernels()
+kernels: Any = NativeKernels(lambda: "cpu")
 
 
 class CpuFlBackend(Backend):

@@ -1,0 +1,108 @@
+// SPDX-License-Identifier: Apache-2.0
+// Copies rows of new keys and values to their slots of a paged cache, both in one launch.
+#include "kernels.h"
+#include "tuning.h"
+
+namespace vllm_fl {
+namespace {
+
+// In units of what is copied at once.
+struct Copy {
+  CacheWrite of;
+  int64_t units;      // of a token, per side
+  Divider per_head;   // units of a head
+  Divider block_size;
+  bool slots_have_32_bits;  // so many are in the cache
+};
+
+template <class Unit>
+__global__ void __launch_bounds__(256) write_rows(const Copy a) {
+  const int64_t token = static_cast<int64_t>(blockIdx.x) * blockDim.y + threadIdx.y;
+  const int64_t unit = static_cast<int64_t>(blockIdx.y) * blockDim.x + threadIdx.x;
+  if (token >= a.of.tokens || unit >= a.units) return;
+  await_previous_grid();
+  const int64_t slot = a.of.slots_are_64_bit ? static_cast<const int64_t*>(a.of.slots)[token]
+                                             : static_cast<const int32_t*>(a.of.slots)[token];
+  const int64_t head = a.per_head.quotient(static_cast<uint32_t>(unit));
+  const int64_t within = unit - head * a.per_head.divisor;
+  Unit moved[2];
+#pragma unroll
+  for (int k = 0; k < 2; k++) {
+    const CachedSide& side = a.of.sides[k];
+    moved[k] = static_cast<const Unit*>(
+        side.rows)[token * side.token_stride + head * side.head_stride + within];
+  }
+  if (slot < 0 || slot >= a.of.blocks * a.of.block_size) return;
+  const int64_t block = a.slots_have_32_bits
+                            ? a.block_size.quotient(static_cast<uint32_t>(slot))
+                            : slot / a.of.block_size;
+  const int64_t row = slot - block * a.of.block_size;
+#pragma unroll
+  for (int k = 0; k < 2; k++) {
+    const CachedSide& side = a.of.sides[k];
+    static_cast<Unit*>(side.cache)[block * side.block_stride + row * side.slot_stride +
+                                   head * side.cache_head_stride + within] = moved[k];
+  }
+}
+
+// Whether all of a copy goes in units of so many bytes.
+bool fits(const CacheWrite& a, int bytes) {
+  const int64_t elements = bytes / a.element_size;
+  if (bytes < a.element_size || a.head_size % elements) return false;
+  for (const CachedSide& side : a.sides) {
+    const uintptr_t addresses =
+        reinterpret_cast<uintptr_t>(side.rows) | reinterpret_cast<uintptr_t>(side.cache);
+    if (addresses % bytes) return false;
+    for (int64_t stride : {side.token_stride, side.head_stride, side.block_stride,
+                           side.slot_stride, side.cache_head_stride}) {
+      if (stride % elements) return false;
+    }
+  }
+  return true;
+}
+
+template <class Unit>
+gpuError launch_units(CacheWrite a, gpuStream stream) {
+  const int64_t elements = static_cast<int64_t>(sizeof(Unit)) / a.element_size;
+  // Heads that lie one behind the other everywhere are one.
+  bool dense = true;
+  for (const CachedSide& side : a.sides) {
+    dense = dense && side.head_stride == a.head_size && side.cache_head_stride == a.head_size;
+  }
+  if (dense || a.heads == 1) {
+    a.head_size *= a.heads;
+    a.heads = 1;
+    for (CachedSide& side : a.sides) side.head_stride = side.cache_head_stride = a.head_size;
+  }
+  for (CachedSide& side : a.sides) {
+    for (int64_t* stride : {&side.token_stride, &side.head_stride, &side.block_stride,
+                            &side.slot_stride, &side.cache_head_stride}) {
+      *stride /= elements;
+    }
+  }
+  Copy copy{};
+  copy.of = a;
+  const int64_t per_head = a.head_size / elements;
+  copy.units = per_head * a.heads;
+  copy.per_head = Divider(static_cast<uint32_t>(per_head));
+  copy.slots_have_32_bits = a.blocks * a.block_size <= kMaxRows;
+  if (copy.slots_have_32_bits) copy.block_size = Divider(static_cast<uint32_t>(a.block_size));
+  const int threads = cache_threads(copy.units, a.tokens);
+  const int64_t chunks = divided_up(copy.units, threads);
+  const int columns = static_cast<int>(divided_up(copy.units, chunks));
+  const int rows = threads / columns;
+  const dim3 block(columns, rows);
+  const dim3 grid(static_cast<unsigned>(divided_up(a.tokens, rows)),
+                  static_cast<unsigned>(chunks));
+  return launch(write_rows<Unit>, grid, block, stream, launches_depend(), copy);
+}
+
+}  // namespace
+
+gpuError launch_cache_write(const CacheWrite& a, gpuStream stream) {
+  if (fits(a, 16)) return launch_units<uint4>(a, stream);
+  if (fits(a, 4)) return launch_units<uint32_t>(a, stream);
+  return launch_units<uint16_t>(a, stream);
+}
+
+}  // namespace vllm_fl

@@ -1,0 +1,8 @@
+// SPDX-License-Identifier: Apache-2.0
+#include "norm.cuh"
+
+namespace vllm_fl {
+
+template gpuError launch_norm_of<BFloat16>(const Norm&, const NormRows&, gpuStream);
+
+}  // namespace vllm_fl

@@ -1,0 +1,248 @@
+// SPDX-License-Identifier: Apache-2.0
+// The norms of query and key heads and their rotary embedding, in place in a projection, in one
+// launch. Rounded where the separate kernels round: the scaled value, the product with the weight,
+// the turned value.
+//
+// A head is summed by a fixed set of lanes in a fixed order (`Cut`), whichever kernel reads it.
+#include "turning.cuh"
+
+namespace vllm_fl {
+namespace {
+
+// How a head is cut up: units of `each` pairs, then what is not turned, in vectors of `each`.
+struct Cut {
+  int each;
+  int units;
+  int rest;   // vectors behind the turned elements, the last one perhaps in part
+  int lanes;  // a power of two; unit and vector i are of lane i % lanes
+};
+
+Cut cut_of(int head_size, int half, int vector) {
+  Cut cut{};
+  cut.each = half % vector || head_size % vector ? 1 : vector;
+  cut.units = half / cut.each;
+  cut.rest = (head_size - 2 * half) / cut.each;
+  const int64_t wanted = cut.rest > 2 * cut.units ? (cut.rest + 1) / 2 : cut.units;
+  cut.lanes = power_of_two_from(wanted < kWarp ? wanted : kWarp);
+  return cut;
+}
+
+struct Head {
+  int64_t token;
+  int64_t at;  // its first element
+  bool exists, is_query;
+};
+
+__device__ __forceinline__ Head head_of(const NormRotary& a, int64_t token) {
+  const int head = blockIdx.x * blockDim.y + threadIdx.y;
+  return {token, token * a.token_stride + static_cast<int64_t>(head) * a.head_size,
+          token < a.tokens && head < a.query_heads + a.key_heads, head < a.query_heads};
+}
+
+__device__ __forceinline__ float inverse_root(const NormRotary& a, float squares) {
+  return rsqrtf(fmaf(squares, 1.0f / static_cast<float>(a.head_size), a.epsilon));
+}
+
+// As rms_norm leaves it in the tensor.
+template <class T>
+__device__ __forceinline__ float normed(float v, float scale, int weight_type, float w) {
+  v = rounded_to(weight_type, v * scale) * w;
+  return rounded<T>(weight_type == TypeOf<T>::value ? v : rounded_to(weight_type, v));
+}
+
+// T's own weights: the same, a vector at a time.
+template <class T>
+__device__ __forceinline__ void norm_all(float (&v)[kLanes<T>], float scale, const void* weight,
+                                         int at, int weight_type, uint4 own) {
+  float w[kLanes<T>];
+  if (weight_type == TypeOf<T>::value) {
+    unpack<T>(own, w);
+#pragma unroll
+    for (int e = 0; e < kLanes<T>; e++) v[e] *= scale;
+    round_all<T>(v);
+#pragma unroll
+    for (int e = 0; e < kLanes<T>; e++) v[e] *= w[e];
+    round_all<T>(v);
+  } else {
+    read_all(weight_type, weight, at, w);
+#pragma unroll
+    for (int e = 0; e < kLanes<T>; e++) v[e] = normed<T>(v[e], scale, weight_type, w[e]);
+  }
+}
+
+template <class T, bool is_neox, bool has_rest>
+__global__ void __launch_bounds__(512) norm_rotary_of_vectors(const NormRotary a, const Cut cut) {
+  constexpr int each = kLanes<T>;
+  constexpr int kRest = has_rest ? 2 : 1;
+  const int64_t token = static_cast<int64_t>(blockIdx.z) * gridDim.y + blockIdx.y;
+  const Head head = head_of(a, token);
+  const int unit = threadIdx.x;
+  const int low = first_of<is_neox>(unit, each), high = second_of<is_neox>(unit, each, a.half);
+  const bool turns = head.exists && unit < cut.units;
+  T* x = static_cast<T*>(a.qkv) + head.at;
+  const void* weight = head.is_query ? a.query_weight : a.key_weight;
+  const int weight_type = head.is_query ? a.query_weight_type : a.key_weight_type;
+  const bool own = weight_type == TypeOf<T>::value;
+  await_previous_grid();
+
+  const uint4 nothing = make_uint4(0, 0, 0, 0);
+  uint4 v = nothing, w = nothing, v_weight = nothing, w_weight = nothing;
+  uint4 rest[kRest], rest_weight[kRest];
+  if (turns) {
+    v = load(x + low);
+    w = load(x + high);
+  }
+  const int64_t position = turns ? position_of(a.angles, token) : -1;
+  if (turns && own) {
+    v_weight = load(static_cast<const T*>(weight) + low);
+    w_weight = load(static_cast<const T*>(weight) + high);
+  }
+  if constexpr (has_rest) {
+#pragma unroll
+    for (int k = 0; k < kRest; k++) {
+      const int i = threadIdx.x + k * blockDim.x, at = 2 * a.half + i * each;
+      const bool here = head.exists && i < cut.rest;
+      rest[k] = here ? load(x + at) : nothing;
+      rest_weight[k] = here && own ? load(static_cast<const T*>(weight) + at) : nothing;
+    }
+  }
+  float cosines[each], sines[each];
+  const bool own_angles = a.angles.cache_type == TypeOf<T>::value;
+  if (turns) {
+    if (own_angles) {
+      read_angles<T, true>(a.angles, position, unit * each, a.half, cosines, sines);
+    } else {
+      read_angles<T, false>(a.angles, position, unit * each, a.half, cosines, sines);
+    }
+  }
+
+  Squares squares;
+  float vs[each], ws[each], rs[each];
+  unpack<T>(v, vs);
+  unpack<T>(w, ws);
+#pragma unroll
+  for (int e = 0; e < each; e++) squares.add(e, vs[e]);
+#pragma unroll
+  for (int e = 0; e < each; e++) squares.add(e, ws[e]);
+  if constexpr (has_rest) {
+#pragma unroll
+    for (int k = 0; k < kRest; k++) {
+      unpack<T>(rest[k], rs);
+#pragma unroll
+      for (int e = 0; e < each; e++) squares.add(e, rs[e]);
+    }
+  }
+  const float scale = inverse_root(a, sum_of_lanes(squares.sum(), blockDim.x));
+  if (turns) {
+    norm_all<T>(vs, scale, weight, low, weight_type, v_weight);
+    norm_all<T>(ws, scale, weight, high, weight_type, w_weight);
+    turn<is_neox>(vs, ws, cosines, sines);
+    store(x + low, packed<T>(vs));
+    store(x + high, packed<T>(ws));
+  }
+  if constexpr (has_rest) {
+#pragma unroll
+    for (int k = 0; k < kRest; k++) {
+      const int i = threadIdx.x + k * blockDim.x, at = 2 * a.half + i * each;
+      if (head.exists && i < cut.rest) {
+        unpack<T>(rest[k], rs);
+        norm_all<T>(rs, scale, weight, at, weight_type, rest_weight[k]);
+        store(x + at, packed<T>(rs));
+      }
+    }
+  }
+}
+
+// Element by element, at any address and for heads of any size.
+template <class T, bool is_neox>
+__global__ void __launch_bounds__(256, 1)
+    norm_rotary_of_pairs(const NormRotary a, const Cut cut) {
+  await_previous_grid();
+  const int each = cut.each;
+  const int64_t tokens_at_once = static_cast<int64_t>(gridDim.y) * gridDim.z;
+  for (int64_t token = static_cast<int64_t>(blockIdx.z) * gridDim.y + blockIdx.y;
+       token < a.tokens; token += tokens_at_once) {
+    const Head head = head_of(a, token);
+    T* x = static_cast<T*>(a.qkv) + head.at;
+    const int units = head.exists ? cut.units : 0, rest = head.exists ? cut.rest : 0;
+    // With units of one pair the partial sums take turns over the elements of a lane.
+    Squares squares;
+    int place = 0;
+    for (int unit = threadIdx.x; unit < units; unit += blockDim.x) {
+      const int low = first_of<is_neox>(unit, each);
+      const int high = second_of<is_neox>(unit, each, a.half);
+      for (int e = 0; e < each; e++, place++) squares.add_at(place, single(x[low + e]));
+      for (int e = 0; e < each; e++, place++) squares.add_at(place, single(x[high + e]));
+    }
+    for (int i = threadIdx.x; i < rest; i += blockDim.x) {
+      const int at = 2 * a.half + i * each;
+      for (int e = 0; e < each; e++, place++) squares.add_at(place, single(x[at + e]));
+    }
+    const float scale = inverse_root(a, sum_of_lanes(squares.sum(), blockDim.x));
+    const void* weight = head.is_query ? a.query_weight : a.key_weight;
+    const int type = head.is_query ? a.query_weight_type : a.key_weight_type;
+    auto value = [&](int at) {
+      return normed<T>(single(x[at]), scale, type, read_as(type, weight, at));
+    };
+    const int64_t position = units ? position_of(a.angles, token) : -1;
+    const int64_t angle = position * a.angles.cache_stride;
+    for (int unit = threadIdx.x; unit < units; unit += blockDim.x) {
+      for (int e = 0; e < each; e++) {
+        const int pair = unit * each + e;
+        const int low = is_neox ? pair : 2 * pair, high = is_neox ? a.half + pair : 2 * pair + 1;
+        float cosine = __uint_as_float(0x7fffffffu), sine = cosine;
+        if (position >= 0) {
+          cosine = read_as(a.angles.cache_type, a.angles.cache, angle + pair);
+          sine = read_as(a.angles.cache_type, a.angles.cache, angle + a.half + pair);
+        }
+        const Pair p = turned(value(low), value(high), cosine, sine);
+        write(x + low, p.low);
+        write(x + high, p.high);
+      }
+    }
+    for (int i = threadIdx.x; i < rest; i += blockDim.x) {
+      const int at = 2 * a.half + i * each;
+      for (int e = 0; e < each; e++) write(x + at + e, value(at + e));
+    }
+  }
+}
+
+bool takes_vectors(const NormRotary& a, const Cut& cut, int lanes) {
+  return cut.each == lanes && cut.units <= cut.lanes && cut.rest <= 2 * cut.lanes &&
+         is_aligned(a.qkv) && a.token_stride % lanes == 0 && is_aligned(a.query_weight) &&
+         is_aligned(a.key_weight) && angles_are_aligned(a.angles, a.half, lanes);
+}
+
+template <class T, bool is_neox>
+gpuError launch_style(const NormRotary& a, gpuStream stream) {
+  constexpr int64_t most = 65535;
+  const Cut cut = cut_of(a.head_size, a.half, kLanes<T>);
+  const int64_t heads = static_cast<int64_t>(a.query_heads) + a.key_heads;
+  const dim3 block(cut.lanes, fused_rows(cut.lanes, heads, a.tokens));
+  const int64_t high = a.tokens < most ? a.tokens : most, deep = divided_up(a.tokens, high);
+  const dim3 grid(static_cast<unsigned>(divided_up(heads, block.y)), static_cast<unsigned>(high),
+                  static_cast<unsigned>(deep < most ? deep : most));
+  const bool dependent = launches_depend();
+  if (!takes_vectors(a, cut, kLanes<T>) || deep > most) {
+    return launch(norm_rotary_of_pairs<T, is_neox>, grid, block, stream, dependent, a, cut);
+  }
+  return cut.rest ? launch(norm_rotary_of_vectors<T, is_neox, true>, grid, block, stream,
+                           dependent, a, cut)
+                  : launch(norm_rotary_of_vectors<T, is_neox, false>, grid, block, stream,
+                           dependent, a, cut);
+}
+
+template <class T>
+gpuError launch_type(const NormRotary& a, gpuStream stream) {
+  return a.is_neox ? launch_style<T, true>(a, stream) : launch_style<T, false>(a, stream);
+}
+
+}  // namespace
+
+gpuError launch_norm_rotary(const NormRotary& a, gpuStream stream) {
+  return a.type == kFloat32    ? launch_type<float>(a, stream)
+         : a.type == kBFloat16 ? launch_type<BFloat16>(a, stream)
+                               : launch_type<Float16>(a, stream);
+}
+
+}  // namespace vllm_fl
