@@ -11,7 +11,7 @@ import io
 import re
 import subprocess
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -27,19 +27,25 @@ sys.path.insert(0, str(ROOT))  # where this file is run as a program
 
 from tests.cli import samples  # noqa: E402
 from tests.native import NATIVE  # noqa: E402
+from tests.settings_zh import DEFAULT, HEADER, WORDS  # noqa: E402
 
 READMES = ("README.md", "README_zh.md")
 VENDOR = "examples/vendor_package/vllm_fl_acme/__init__.py"
 
 
-def settings_table() -> str:
-    """The configuration table in Markdown."""
-    rows = ["| Variable | YAML key | Value | What it does |", "|---|---|---|---|"]
+def settings_table(words: Mapping[str, str] | None = None) -> str:
+    """The configuration table in Markdown; with `words`, in Chinese."""
+    header = "| Variable | YAML key | Value | What it does |" if words is None else HEADER
+    rows = [header, "|---|---|---|---|"]
     for setting in SETTINGS:
         key = f"`{setting.name}`" if setting.from_data is not None else ""
-        default = f" (default {setting.default})" if setting.default else ""
-        form = setting.form.replace("|", "\\|")
-        summary = setting.summary.replace("<", "&lt;")
+        form, summary = setting.form, setting.summary
+        if words is not None:
+            form, summary = words[form], words[summary]
+        told = " (default {})" if words is None else DEFAULT
+        default = told.format(setting.default) if setting.default else ""
+        form = form.replace("|", "\\|")
+        summary = summary.replace("<", "&lt;")
         rows.append(f"| `{setting.variable}` | {key} | {form}{default} | {summary} |")
     return "\n".join(rows)
 
@@ -69,7 +75,11 @@ ANSWERS: dict[str, Callable[[], str]] = {
 }
 """Document to what stands in its block `output`."""
 
-GENERATED = {"settings": settings_table, f"vendor: {VENDOR}": vendor_module}
+
+def generated(document: str) -> dict[str, Callable[[], str]]:
+    """The blocks of a readme, and what stands in them."""
+    words = WORDS if document.endswith("_zh.md") else None
+    return {"settings": lambda: settings_table(words), f"vendor: {VENDOR}": vendor_module}
 
 
 def block(name: str) -> re.Pattern[str]:
@@ -80,18 +90,18 @@ def block(name: str) -> re.Pattern[str]:
 
 def written(text: str, document: str) -> str:
     """A document with its generated blocks made anew."""
-    blocks = {"output": ANSWERS[document]} if document in ANSWERS else GENERATED
+    blocks = {"output": ANSWERS[document]} if document in ANSWERS else generated(document)
     for name, render in blocks.items():
         text = block(name).sub(lambda m, r=render: m.group(1) + r() + m.group(3), text)
     return text
 
 
 @pytest.mark.parametrize("readme", READMES)
-@pytest.mark.parametrize("name", GENERATED)
+@pytest.mark.parametrize("name", generated("README.md"))
 def test_a_generated_block_is_there_and_equal_to_the_code(readme: str, name: str) -> None:
     found = block(name).search((ROOT / readme).read_text(encoding="utf-8"))
     assert found is not None, f"{readme} has no block <!-- {name} -->"
-    assert found.group(2) == GENERATED[name](), "run: python tests/test_docs.py"
+    assert found.group(2) == generated(readme)[name](), "run: python tests/test_docs.py"
 
 
 def test_the_vendor_module_takes_about_twenty_lines() -> None:

@@ -191,7 +191,8 @@ SETTINGS: tuple[Setting, ...] = (
     _row("FLAGOS_BLACKLIST", "flagos_blacklist", "op,op", "No FlagGems for these ops.",
          _names_text, _names_data),
     _row("PLATFORM", "platform", "a vendor's name",
-         "Take the device to be this vendor's instead of detecting it.", str),
+         "Take the device to be this vendor's instead of detecting it, and offer vLLM our "
+         "platform for it.", str),
     _row("DEVICE", "device", "auto, cpu, cuda, hip or none",
          "For setup.py alone: which native kernels to build.", str, default="auto"),
 )  # fmt: skip
