@@ -10,7 +10,7 @@ from typing import Any
 
 from about import headline, table
 
-__all__ = ["GOALS", "goals", "markdown", "summary", "verdict"]
+__all__ = ["EXTRA", "GOALS", "goals", "markdown", "summary", "verdict"]
 
 Row = dict[str, Any]
 

@@ -213,18 +213,19 @@ def _model(
     )  # fmt: skip
     return Job(
         name=name, step=step, command=command, result=result, env=env or {}, gems=gems,
-        group="engines", seconds=300 if mode == "graph" else 200, shape=shape, mode=mode,
+        # Inductor chooses among its kernels by timing them: it has only its like for company.
+        group="graphs" if mode == "graph" else "engines",
+        seconds=300 if mode == "graph" else 200, shape=shape, mode=mode,
     )  # fmt: skip
 
 
 def _models(site: Site, results: Path, device: str, memory: float) -> Iterator[Job]:
-    for shape in SHAPES:
-        for mode in MODES:
-            for who in ("stock", "plugin"):
-                yield _model(results, memory, "models", who, shape, mode)
-    for shape in SHAPES:
-        for mode in MODES:
-            yield _model(results, memory, "models", "plugin-nogems", shape, mode, gems=False)
+    for everyone in (("stock", "plugin"), ("plugin-nogems",)):
+        for mode in ("decode-graph", "eager", "graph"):
+            for shape in SHAPES:
+                for who in everyone:
+                    gems = not who.endswith("nogems")
+                    yield _model(results, memory, "models", who, shape, mode, gems=gems)
 
 
 def _flagos(site: Site, results: Path, device: str, memory: float) -> Iterator[Job]:
@@ -252,8 +253,8 @@ def _moe(site: Site, results: Path, device: str, memory: float) -> Iterator[Job]
 
 
 def _empty(site: Site, results: Path, device: str, memory: float) -> Iterator[Job]:
-    for shape in SHAPES:
-        for mode in ("graph", "decode-graph", "eager"):
+    for mode in ("graph", "decode-graph", "eager"):
+        for shape in SHAPES:
             for who, runner in (("empty", "1"), ("empty-runner1", "0")):
                 env = {"VLLM_USE_V2_MODEL_RUNNER": runner}
                 yield _model(results, memory, "empty", who, shape, mode, env=env)
