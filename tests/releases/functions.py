@@ -50,22 +50,29 @@ def served_functions() -> tuple[ServedFunction, ...]:
 def _specs_in(file: Path) -> Iterator[ServedFunction]:
     tree = ast.parse(file.read_text("utf-8"))
     functions = {node.name: node for node in tree.body if isinstance(node, Function)}
+    constants = {
+        ast.unparse(node.targets[0]): node.value
+        for node in tree.body
+        if isinstance(node, ast.Assign)
+    }
     for node in ast.walk(tree):
         if not (isinstance(node, ast.Call) and ast.unparse(node.func) == "FunctionSpec"):
             continue
         given = {word.arg: word.value for word in node.keywords}
         mapping = functions[ast.unparse(given["arguments"])]
+        callers = given.get("callers", ast.Tuple(elts=[]))
+        callers = constants.get(ast.unparse(callers), callers)
         yield ServedFunction(
             op=ast.literal_eval(given["op"]),
             path=ast.literal_eval(given["path"]),
-            callers=ast.literal_eval(given["callers"]) if "callers" in given else (),
+            callers=ast.literal_eval(callers),
             parameters=tuple(name.partition("=")[0] for name in parameters(mapping)),
         )
 
 
 @dataclass(frozen=True, slots=True)
 class TakesAmong:
-    """A function whose parameters are all known, the first ones among them in this order: with one
+    """A function whose parameters are all known, those that have a position in this order: with one
     that is not, vllm_fl leaves it native."""
 
     names: tuple[str, ...]
@@ -74,8 +81,10 @@ class TakesAmong:
         if not isinstance(found.node, Function):
             return Finding("changed", f"a {type(found.node).__name__}, expected a function")
         there = parameters(found.node)
-        names = tuple(name.partition("=")[0] for name in there)
-        return verdict(names == self.names[: len(names)], f"({', '.join(there)})")
+        names = [name.partition("=")[0] for name in there]
+        placed = names.index("*") if "*" in names else len(names)
+        known = names[:placed] == list(self.names[:placed]) and set(names) <= {"*", *self.names}
+        return verdict(known, f"({', '.join(there)})")
 
 
 @dataclass(frozen=True, slots=True)

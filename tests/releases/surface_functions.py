@@ -3,24 +3,63 @@
 
 from __future__ import annotations
 
-from .checks import Does, Entry, Kind, Takes
-from .functions import ImportedByNameIn, TakesAmong, served_functions
+from .checks import Check, Does, Entry, Kind, Takes
+from .functions import ImportedByNameIn, ServedFunction, TakesAmong, served_functions
 
 __all__ = ["FUNCTIONS"]
 
 SAMPLER = "vllm.v1.sample.ops.topk_topp_sampler"
 PENALTIES = "vllm.v1.sample.ops.penalties"
-UTILS = "vllm.model_executor.layers.quantization.utils"
+MOE = "vllm.model_executor.layers.fused_moe"
 
 SINCE = {
     "vllm.model_executor.models.diffusion_gemma": "0.28.0",
     "vllm.v1.watermarking.gpu_sampler": "0.30.0",
+    "vllm.model_executor.layers.fused_moe.experts.rdna3_moe": "0.30.0",
+    "vllm.models.dots3_note.nvidia.vision_moe": "0.28.0",
+    "vllm.models.hy_v4.nvidia.attention": "0.30.0",
+    "vllm.v1.attention.backends.rocm_segmented_attn": "0.32.0",
+    "vllm.models.deepseek_v32.attention": "0.28.0",
+    "vllm.model_executor.layers.quantization.inc.schemes.inc_wna16_moe": "0.33.0",
 }
 """Callers that only some releases have, and the first of these."""
 
+RDNA3 = (
+    "vllm.model_executor.layers.quantization.compressed_tensors.compressed_tensors_moe."
+    "compressed_tensors_moe_wna16_rdna3"
+)
+GONE = {
+    RDNA3: "0.30.0",
+    "vllm.model_executor.models.arctic": "0.30.0",
+    "vllm.models.deepseek_v32.attention": "0.30.0",
+    "vllm.models.deepseek_v32.nvidia.attention": "0.28.0",
+}
+"""Callers that only some releases have, and the first release without them."""
+
+CHOSEN = {
+    "vllm.v1.attention.backends.fa_utils": ("vllm.v1.attention.backends.flash_attn",),
+    "vllm.model_executor.layers.fused_moe": (
+        "vllm.model_executor.models.arctic",
+        "vllm.model_executor.models.minicpm",
+        "vllm.model_executor.models.moondream3",
+    ),
+}
+"""Callers whose name is this function on one platform and something else on another, and who
+imports it from them."""
+CHOSEN_NAMES = ("reshape_and_cache_flash", "fused_experts")
+
+
+def _own_name(function: ServedFunction, caller: str) -> Entry:
+    checks: tuple[Check, ...] = (Kind("function"),)
+    if function.name in CHOSEN_NAMES:
+        checks = (ImportedByNameIn(CHOSEN[caller]),) if caller in CHOSEN else ()
+    why = f"its own name for what is served as {function.op}"
+    return Entry(f"{caller}:{function.name}", why, checks, SINCE.get(caller), GONE.get(caller))
+
+
 SERVED = tuple(
     entry
-    for function in served_functions()
+    for function in {f.path: f for f in served_functions()}.values()
     for entry in (
         Entry(
             function.path,
@@ -31,15 +70,7 @@ SERVED = tuple(
                 ImportedByNameIn(function.callers),
             ),
         ),
-        *(
-            Entry(
-                f"{caller}:{function.name}",
-                f"its own name for what is served as {function.op}",
-                (Kind("function"),),
-                SINCE.get(caller),
-            )
-            for caller in function.callers
-        ),
+        *(_own_name(function, caller) for caller in function.callers),
     )
 )
 
@@ -88,69 +119,49 @@ SAMPLING = (
     ),
 )
 
-QUANTIZATION = tuple(
-    Entry(path, "named by a contract; nothing of it is replaced yet", (Takes(taken),))
-    for path, taken in (
-        (
-            "vllm._custom_ops:scaled_fp8_quant",
-            "input, scale=None, num_token_padding=None, scale_ub=None, "
-            "use_per_token_if_dynamic=False, output=None, group_shape=None",
-        ),
-        ("vllm._custom_ops:scaled_int8_quant", "input, scale=None, azp=None, symmetric=True"),
-        (
-            f"{UTILS}.fp8_utils:per_token_group_quant_fp8",
-            "x, group_size, eps=1e-10, dtype=None, column_major_scales=False, "
-            "tma_aligned_scales=False, out_q=None, use_ue8m0=None",
-        ),
-        (
-            f"{UTILS}.fp8_utils:w8a8_triton_block_scaled_mm",
-            "A, B, As, Bs, block_size, output_dtype=torch.float16",
-        ),
-        (f"{UTILS}.int8_utils:per_token_quant_int8", "x"),
-    )
-)
-
-MOE = "vllm.model_executor.layers.fused_moe"
-
-PLACES = tuple(
-    Entry(path, "named by a contract; nothing of it is replaced yet", (TakesAmong(names),))
-    for path, names in (
-        (
-            "vllm._custom_ops:reshape_and_cache_flash",
-            ("key", "value", "key_cache", "value_cache", "slot_mapping", "kv_cache_dtype",
-             "k_scale", "v_scale"),
-        ),
-        (
-            "vllm._custom_ops:concat_and_cache_mla",
-            ("kv_c", "k_pe", "kv_cache", "slot_mapping", "kv_cache_dtype", "scale", "skip_scale"),
-        ),
-        (
-            "vllm._custom_ops:merge_attn_states",
-            ("output", "prefix_output", "prefix_lse", "suffix_output", "suffix_lse", "output_lse",
-             "prefill_tokens_with_context", "output_scale"),
-        ),
-        ("vllm._custom_ops:moe_sum", ("input", "output", "topk_ids", "expert_map")),
-        (
-            "vllm._custom_ops:topk_softmax",
-            ("topk_weights", "topk_ids", "token_expert_indices", "gating_output", "renormalize",
-             "e_score_correction_bias", "is_padding"),
-        ),
-        (
-            f"{MOE}.moe_align_block_size:moe_align_block_size",
-            ("topk_ids", "block_size", "num_experts", "expert_map", "pad_sorted_ids",
-             "ignore_invalid_experts", "return_scatter_idx"),
-        ),
-        (
-            f"{MOE}.fused_moe:fused_experts",
-            ("hidden_states", "w1", "w2", "topk_weights", "topk_ids", "activation",
-             "apply_router_weight_on_input", "global_num_experts", "expert_map", "quant_config"),
-        ),
-        (
-            f"{MOE}.router.grouped_topk_router:grouped_topk",
-            ("hidden_states", "gating_output", "topk", "renormalize", "num_expert_group",
-             "topk_group", "scoring_func", "routed_scaling_factor", "e_score_correction_bias"),
-        ),
-    )
+OPAQUE = (
+    Entry(
+        f"{MOE}.runner.moe_runner:MoERunner._select_forward",
+        "experts run inside an opaque operator, so that what they call is never traced",
+        (Does("torch.ops.vllm.moe_forward"), Does("current_platform.is_cpu()")),
+    ),
+    *(
+        Entry(
+            path,
+            "attention runs inside opaque operators, where the platform has them",
+            (Does(f"torch.ops.vllm.{op}"), Does("self.use_direct_call")),
+        )
+        for path, op in (
+            ("vllm.model_executor.layers.attention.attention:Attention.forward",
+             "unified_kv_cache_update"),
+            ("vllm.model_executor.layers.attention.mla_attention:MLAAttention.forward",
+             "unified_mla_kv_cache_update"),
+        )
+    ),
+    Entry(
+        "vllm.model_executor.kernels.linear.scaled_mm.triton:_w8a8_triton_block_scaled_mm_func",
+        "the body of an opaque operator, which imports the function at each call",
+        (Does("w8a8_triton_block_scaled_mm(qx, weight, x_scale, weight_scale, block_size, "
+              "output_dtype)"),),
+    ),
 )  # fmt: skip
 
-FUNCTIONS: tuple[Entry, ...] = (*SERVED, *SAMPLING, *QUANTIZATION, *PLACES)
+ASKED = (
+    *(
+        Entry(f"vllm.platforms:current_platform.{name}", why)
+        for name, why in (
+            ("dispatch_key", "whether the extension has kernels for this device"),
+            ("is_cpu", "on a CPU vLLM calls few of the functions"),
+            ("is_fp8_fnuz", "which FP8 its caches and activations hold"),
+            ("opaque_attention_op", "whether a compiler sees what attention does"),
+        )
+    ),
+    Entry("vllm.triton_utils:HAS_TRITON", "whether vLLM's own Triton kernels can run"),
+    Entry(
+        "vllm.utils.deep_gemm:is_deep_gemm_e8m0_used",
+        "what per_token_group_quant_fp8 asks where it is not told of powers of two",
+        (Takes(""),),
+    ),
+)
+
+FUNCTIONS: tuple[Entry, ...] = (*SERVED, *SAMPLING, *OPAQUE, *ASKED)

@@ -13,6 +13,7 @@ import torch
 
 from vllm_fl.dispatch import DispatchFrozen, get_default_manager
 from vllm_fl.dispatch.config import load_config
+from vllm_fl.ops import CONTRACTS
 from vllm_fl.ops.sampling import APPLY_REPETITION_PENALTIES, APPLY_TOP_K_TOP_P
 from vllm_fl.vllm_plugin import hooks, plugin
 from vllm_fl.vllm_plugin.functions import FUNCTIONS, FunctionSpec
@@ -114,11 +115,22 @@ def test_switched_off_nothing_is_replaced(register, ops) -> None:
 
 
 def test_each_function_has_a_contract_that_names_it() -> None:
-    contracts = {c.name: c for c in (APPLY_REPETITION_PENALTIES, APPLY_TOP_K_TOP_P)}
+    contracts = {c.name: c for c in CONTRACTS}
     for spec in FUNCTIONS:
         contract = contracts[spec.op]
-        assert spec.path in [site.where for site in contract.call_sites]
+        sites = [site for site in contract.call_sites if site.where == spec.path]
+        assert len(sites) == (0 if spec.stand_in else 1), spec.path
+        for site in sites:
+            assert spec.cpu == (site.device_types is None or "cpu" in site.device_types)
         assert set(spec.writes) <= set(contract.signature.inplace)
+
+
+def test_each_call_site_that_is_a_function_is_served() -> None:
+    served = {spec.path for spec in FUNCTIONS}
+    sites = [site.where for contract in CONTRACTS for site in contract.call_sites]
+    functions = [where for where in sites if where.partition(":")[2].islower()]
+    assert set(functions) == {path for path in served if path in sites}
+    assert {spec.path for spec in FUNCTIONS if not spec.stand_in} == set(functions)
 
 
 # --------------------------------------------------------------------------- what a call gives

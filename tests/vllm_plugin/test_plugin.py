@@ -49,7 +49,7 @@ VALID = (
 )
 
 
-VALID = ", ".join(sorted([spec.name for spec in LAYERS] + [spec.op for spec in FUNCTIONS]))
+VALID = ", ".join(sorted({spec.name for spec in LAYERS} | {spec.op for spec in FUNCTIONS}))
 """What the OOT lists may name."""
 
 

@@ -270,7 +270,12 @@ MERGE_ATTN_STATES = OpContract(
             "the function, which v1.attention.ops.merge_attn_states calls where the head size "
             "is a multiple of 16 bytes",
             device_types=("cuda",),
-            note="vLLM on CPU merges with a PyTorch function of its own, elsewhere with Triton",
+            note="vLLM on CPU merges with a PyTorch function of its own",
+        ),
+        CallSite(
+            "vllm.v1.attention.ops.triton_merge_attn_states:merge_attn_states",
+            "the function, which v1.attention.ops.merge_attn_states calls elsewhere",
+            device_types=("cuda",),
         ),
     ),
     source="section 2.2 of https://arxiv.org/abs/2501.01005",

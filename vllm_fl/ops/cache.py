@@ -336,7 +336,14 @@ RESHAPE_AND_CACHE_FLASH = OpContract(
             "vllm._custom_ops:reshape_and_cache_flash",
             "the function, there and where attention backends import it by name",
             device_types=("cuda",),
-            note="vLLM on CPU writes a cache of another layout, by cpu_attn_reshape_and_cache",
+            note="vLLM on CPU writes a cache of another layout, by cpu_attn_reshape_and_cache; "
+            "FlashInfer, FLEX_ATTENTION and AITER call torch's operator, which has no place for us",
+        ),
+        CallSite(
+            "vllm.v1.attention.ops.triton_reshape_and_cache_flash:triton_reshape_and_cache_flash",
+            "the function, there and where TRITON_ATTN imports it by name",
+            device_types=("cuda",),
+            note="a Triton kernel in vLLM's tree, which needs no compiled extension",
         ),
     ),
     source="vLLM, csrc/libtorch_stable/cache_kernels.cu: reshape_and_cache_flash",

@@ -339,7 +339,7 @@ MOE_ALIGN_BLOCK_SIZE = OpContract(
     call_sites=(
         CallSite(
             "vllm.model_executor.layers.fused_moe.moe_align_block_size:moe_align_block_size",
-            "vllm._custom_ops.moe_align_block_size, which it calls; it is itself imported by name",
+            "the function, there and where the experts import it by name",
             device_types=("cuda",),
             note="vLLM on CPU has experts that sort for themselves; the kernel's scatter_idx "
             "(vLLM 0.32) is not part of this op",

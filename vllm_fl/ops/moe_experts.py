@@ -392,7 +392,7 @@ FUSED_EXPERTS = OpContract(
     call_sites=(
         CallSite(
             "vllm.model_executor.layers.fused_moe.fused_moe:fused_experts",
-            "the function",
+            "the function, there and where models import it by name; where nothing is compiled",
             device_types=("cuda",),
             note="layers call experts through a modular kernel, whose TritonExperts compute the "
             "same; vLLM on CPU has experts of its own, for weights in a packed form",

@@ -413,9 +413,10 @@ GROUPED_TOPK = OpContract(
     call_sites=(
         CallSite(
             "vllm.model_executor.layers.fused_moe.router.grouped_topk_router:grouped_topk",
-            "the function, there and where the layer GroupedTopk holds it",
+            "the function, which the router calls by its module's name",
             device_types=("cuda",),
-            note="vLLM on CPU has a router of its own",
+            note="vLLM on CPU has a router of its own; as one group it also stands in for "
+            "vllm._custom_ops.topk_sigmoid where vLLM has no extension",
         ),
     ),
     source="https://arxiv.org/abs/2412.19437, section 2.1.2, and vLLM's grouped_topk",

@@ -105,13 +105,13 @@ DYNAMIC_PER_TOKEN_QUANT_INT8 = OpContract(
     call_sites=(
         CallSite(
             "vllm.model_executor.layers.quantization.utils.int8_utils:per_token_quant_int8",
-            "library only until the GPU backends serve it",
+            "the function, there and where it is imported by name; where nothing is compiled",
             ("cuda", "xpu"),
             "the INT8 mixture of experts",
         ),
         CallSite(
             "vllm._custom_ops:scaled_int8_quant",
-            "library only until the GPU backends serve it",
+            "the function, which is looked up at each call; where nothing is compiled",
             ("cpu", "cuda"),
             "without a scale and symmetric; the INT8 linear layers",
         ),
@@ -282,7 +282,7 @@ W8A8_BLOCK_FP8_MATMUL = OpContract(
     call_sites=(
         CallSite(
             "vllm.model_executor.layers.quantization.utils.fp8_utils:w8a8_triton_block_scaled_mm",
-            "library only until the GPU backends serve it",
+            "the function, which an opaque operator imports at each call",
             ("cuda", "xpu"),
             "where neither CUTLASS, DeepGEMM nor FlashInfer takes the FP8 linear layer",
         ),

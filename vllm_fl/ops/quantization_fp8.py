@@ -268,7 +268,7 @@ SCALED_FP8_QUANT = OpContract(
     call_sites=(
         CallSite(
             "vllm._custom_ops:scaled_fp8_quant",
-            "library only until the GPU backends serve it",
+            "the function, which is looked up at each call; where nothing is compiled",
             _GPU,
             "QuantFP8.forward_cuda and the FP8 schemes; on CPU vLLM has no FP8 kernels",
         ),
@@ -440,7 +440,7 @@ PER_TOKEN_GROUP_QUANT_FP8 = OpContract(
     call_sites=(
         CallSite(
             "vllm.model_executor.layers.quantization.utils.fp8_utils:per_token_group_quant_fp8",
-            "library only until the GPU backends serve it",
+            "the function, there and where it is imported by name; where nothing is compiled",
             _GPU,
             "QuantFP8.forward_cuda and the MoE kernels; on CPU vLLM has no FP8 kernels",
         ),

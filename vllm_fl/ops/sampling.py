@@ -105,8 +105,15 @@ APPLY_REPETITION_PENALTIES = OpContract(
         CallSite(
             "vllm._custom_ops:apply_repetition_penalties",
             "the module's attribute, which model_executor.layers.utils imports at each call",
-            note="the first model runner; the second one (VLLM_USE_V2_MODEL_RUNNER, the default "
-            "where vLLM has Triton and the model allows it) has a Triton kernel of its own",
+            note="the first model runner",
+        ),
+        CallSite(
+            "vllm.v1.worker.gpu.sample.penalties:apply_penalties",
+            "the module's attribute; the packed masks are unpacked for the op, and PyTorch applies "
+            "the other two penalties to its result",
+            device_types=("cuda",),
+            note="the second model runner (the default where vLLM has Triton and the model allows "
+            "it), whose own Triton kernel does all three: served where a policy asks for it",
         ),
     ),
     source="https://arxiv.org/abs/1909.05858, section 4.1",

@@ -12,7 +12,15 @@ from ..dispatch.policy import MODES
 from ..ops import CONTRACTS
 from ..ops.library import Entry, bind_name, define, op_for
 
-__all__ = ["COMPILED", "EAGER", "explicitly_off", "fused_by_vllm", "layer_mode", "opaque"]
+__all__ = [
+    "COMPILED",
+    "EAGER",
+    "explicitly_off",
+    "fused_by_vllm",
+    "layer_mode",
+    "mode_of",
+    "opaque",
+]
 
 EAGER, COMPILED = MODES
 
@@ -24,14 +32,19 @@ def _current() -> Any:
 
 
 def layer_mode() -> str:
-    """ "eager" or "compiled", from the configuration of the model that is being built.
+    """ "eager" or "compiled", from the configuration of the model that is being built."""
+    return mode_of(_current())
 
-    Compiled means that Dynamo will trace the layer's forward; graphs captured without it
+
+def mode_of(vllm_config: Any) -> str:
+    """ "eager" or "compiled".
+
+    Compiled means that Dynamo will trace the layers' forwards; graphs captured without it
     (mode NONE) count as eager.
     """
     from vllm.config import CompilationMode
 
-    mode = _current().compilation_config.mode
+    mode = vllm_config.compilation_config.mode
     return EAGER if mode in (None, CompilationMode.NONE) else COMPILED
 
 

@@ -3,15 +3,24 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import replace
 from types import MappingProxyType
 
 from ..backends.vendor.devices import VENDORS, detect, facts_of
+from ..backends.vendor.vllm_extension import has_kernel
+from ..dispatch.default import get_default_manager
 from ..dispatch.log import logger
 from ..dispatch.types import DeviceFacts, VendorInfo
 
-__all__ = ["batch_invariant", "platform_device", "platform_has_kernels"]
+__all__ = [
+    "batch_invariant",
+    "has_kernels",
+    "on_cpu",
+    "platform_device",
+    "platform_has_kernels",
+    "runs_triton",
+]
 
 
 def platform_device(known: Mapping[str, VendorInfo] = MappingProxyType({})) -> DeviceFacts:
@@ -59,6 +68,34 @@ def platform_has_kernels() -> bool:
     from vllm.platforms import current_platform
 
     return bool(current_platform.is_cuda_alike() or current_platform.is_xpu())
+
+
+def has_kernels(names: Iterable[str]) -> bool:
+    """Whether vLLM's extension brings these kernels, such as "_moe_C.moe_sum", for this platform.
+
+    A schema without a kernel does not count.
+    """
+    from vllm.platforms import current_platform
+
+    return all(has_kernel(name, current_platform.dispatch_key) for name in names)
+
+
+def on_cpu() -> bool:
+    """Whether vLLM runs on its CPU platform."""
+    from vllm.platforms import current_platform
+
+    return bool(current_platform.is_cpu())
+
+
+def runs_triton() -> bool:
+    """Whether vLLM's own Triton kernels were made for this platform's device.
+
+    vLLM tunes them for the vendors that it has a platform for, with its extension or without;
+    on other chips, priority decides.
+    """
+    from vllm.triton_utils import HAS_TRITON
+
+    return bool(HAS_TRITON) and get_default_manager().device.vendor in ("cuda", "rocm", "xpu")
 
 
 def batch_invariant() -> bool:

@@ -90,7 +90,7 @@ def check_layer_names(config: Config) -> None:
     from .functions import FUNCTIONS
     from .layers import LAYERS
 
-    valid = [spec.name for spec in LAYERS] + [spec.op for spec in FUNCTIONS]
+    valid = sorted({spec.name for spec in LAYERS} | {spec.op for spec in FUNCTIONS})
     for name in ("oot_whitelist", "oot_blacklist"):
         source = config.sources.get(name, name)
         check_names(config.values.get(name, ()), valid, what="layer", source=source)
@@ -182,7 +182,7 @@ def _around_init_device(original: Any) -> Callable[..., Any]:
 
         manager = get_default_manager()
         manager.set_device(observed(manager.device))  # it is initialised now
-        self.worker.load_model = _freezing(self.worker.load_model)
+        self.worker.load_model = _freezing(self.worker.load_model, _compiles(self.vllm_config))
         _warm_up_before(self.worker)
         return result
 
@@ -211,7 +211,14 @@ def _prepare(vllm_config: Any) -> None:
         manager.configure(config)
 
 
-def _freezing(load_model: Callable[..., Any]) -> Callable[..., Any]:
+def _compiles(vllm_config: Any) -> bool:
+    """Whether vLLM traces and compiles the model; graphs without that are not meant."""
+    from .compile import COMPILED, mode_of
+
+    return mode_of(vllm_config) == COMPILED
+
+
+def _freezing(load_model: Callable[..., Any], compiled: bool = False) -> Callable[..., Any]:
     @functools.wraps(load_model)
     def load_and_freeze(*args: Any, **kwargs: Any) -> Any:
         from .functions import FUNCTIONS
@@ -221,7 +228,7 @@ def _freezing(load_model: Callable[..., Any]) -> Callable[..., Any]:
 
         result = load_model(*args, **kwargs)
         settle()
-        bind(FUNCTIONS)
+        bind(FUNCTIONS, compiled=compiled)
         get_default_manager().freeze()
         log_summary()
         return result

@@ -34,9 +34,13 @@ def route_rows() -> list[dict[str, Any]]:
     Keys: op, impl_id, kind, mode, bound (to how many layers and functions), calls (counted
     since counting was switched on), reason, rejected (a list of {"impl_id", "reason"}).
     """
+    return _rows_of(_sites())
+
+
+def _rows_of(sites: list[ServedLayer | ServedFunction]) -> list[dict[str, Any]]:
     rows: dict[tuple[str, str, str, str], dict[str, Any]] = {}
     counted: set[int] = set()  # layers share their counts where they share a graph's binding
-    for record in _sites():
+    for record in sites:
         replaced = _REPLACED if isinstance(record, ServedLayer) else _REPLACED_FUNCTION
         for served in record.ops:
             binding = served.binding
@@ -117,9 +121,10 @@ def merge_rows(tables: list[list[dict[str, Any]]]) -> list[dict[str, Any]]:
 
 def log_summary() -> None:
     """One line: what serves each op of the model that was just loaded."""
-    parts = [
-        f"{row['op']} -> {row['impl_id']} x{row['bound']}" for row in route_rows() if row["bound"]
-    ]
+    # Of the functions that stay native most models call few, and the table has them all.
+    sites = [s for s in _sites() if not (isinstance(s, ServedFunction) and not s.called)]
+    rows = _rows_of(sites)
+    parts = [f"{row['op']} -> {row['impl_id']} x{row['bound']}" for row in rows if row["bound"]]
     logger.info("model loaded: %s", ", ".join(parts) or "no layer that vllm_fl knows")
 
 

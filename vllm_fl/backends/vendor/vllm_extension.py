@@ -9,7 +9,7 @@ from typing import ClassVar, Self
 
 from ..base import Backend
 
-__all__ = ["NO_EXTENSION", "VllmKernels", "has_extension"]
+__all__ = ["NO_EXTENSION", "VllmKernels", "has_extension", "has_kernel"]
 
 NO_EXTENSION = "this vLLM has no compiled extension (_C*.so)"
 
@@ -19,6 +19,16 @@ def has_extension() -> bool:
     spec = importlib.util.find_spec("vllm")
     folders = spec.submodule_search_locations if spec is not None else None
     return any(next(Path(folder).glob("_C*.so"), None) for folder in folders or ())
+
+
+def has_kernel(name: str, dispatch_key: str) -> bool:
+    """Whether a loaded extension has a kernel, such as "_C.rms_norm", for torch's dispatch key."""
+    import torch
+
+    namespace, _, op = name.partition(".")
+    return hasattr(getattr(torch.ops, namespace), op) and bool(
+        torch._C._dispatch_has_kernel_for_dispatch_key(f"{namespace}::{op}", dispatch_key)
+    )
 
 
 class VllmKernels(Backend):
@@ -60,9 +70,7 @@ class VllmKernels(Backend):
             namespace, _, op = name.partition(".")
             if not hasattr(getattr(torch.ops, namespace), op):
                 missing.append(name)
-            elif not torch._C._dispatch_has_kernel_for_dispatch_key(
-                f"{namespace}::{op}", self.dispatch_key
-            ):
+            elif not has_kernel(name, self.dispatch_key):
                 elsewhere.append(name)
         if missing:
             raise RuntimeError(f"vLLM's extension has no {', '.join(missing)}")

@@ -2,8 +2,9 @@
 """Serving a function: once the model is loaded its op is bound, and if anything but vLLM's own
 code won, the attributes under which callers look the function up are pointed at it.
 
-A function that stays native is not touched. One that is served is listed in the route table from
-its first call on: most models call few of them.
+A function that stays native is not touched. It does so where vLLM's own code can run and nobody
+named an implementation: priority replaces what is missing, and no kernel that vLLM was tuned for.
+One that is served is listed in the route table from its first call on: most models call few.
 """
 
 from __future__ import annotations
@@ -16,19 +17,43 @@ from dataclasses import dataclass, field
 from types import ModuleType
 from typing import Any
 
-from ...dispatch.binding import Binding, annotate
+from ...dispatch.binding import annotate
 from ...dispatch.default import get_default_manager
 from ...dispatch.log import logger
 from .. import hooks
 from ..compile import EAGER
+from ..features import batch_invariant, has_kernels, on_cpu, runs_triton
 from ..layers.serve import Asked, ServedOp, bind_served
 
-__all__ = ["FunctionSpec", "ServedFunction", "bind", "hook_module", "records", "release"]
+__all__ = [
+    "TRITON",
+    "FunctionSpec",
+    "ServedFunction",
+    "always",
+    "bind",
+    "hook_module",
+    "records",
+    "release",
+]
+
+TRITON = "triton"
+"""What a function needs that runs a Triton kernel of vLLM's own."""
+
+
+def _never() -> bool:
+    return False
+
+
+def always() -> bool:
+    """For `FunctionSpec.traced`: vLLM's compiled layers call the function."""
+    return True
 
 
 @dataclass(frozen=True, slots=True)
 class FunctionSpec:
     """How one function of vLLM is served.
+
+    Several may be for one function: the first whose `arguments` takes a call serves it.
 
     Attributes:
         op: the op that does what the function does; also its name in the OOT lists.
@@ -38,7 +63,16 @@ class FunctionSpec:
         callers: modules that import it by name, and so have an attribute of their own; those
             that a release lacks are skipped.
         writes: the op's arguments that vLLM's function writes in place of returning anything.
+        finish: takes what the op returned and what vLLM's function was called with; writes and
+            returns what vLLM's function would. None: that is what `writes` says, or the result.
         donate: vLLM's function may write its arguments, so another implementation may.
+        needs: what vLLM's own function cannot do without: kernels of its extension, such as
+            "_moe_C.topk_softmax", or `TRITON`. Where they are here it stays native unless a
+            policy names an implementation. Empty: priority decides.
+        stand_in: it is replaced only where what it needs is missing, whatever a policy says of
+            the op: the op has another call site, which the policy is about.
+        traced: whether a compiler, where vLLM uses one, sees through its callers to the function.
+        cpu: whether vLLM comes this way on a CPU.
     """
 
     op: str
@@ -46,7 +80,12 @@ class FunctionSpec:
     arguments: Callable[..., tuple[Any, ...] | None]
     callers: tuple[str, ...] = ()
     writes: tuple[str, ...] = ()
+    finish: Callable[..., Any] | None = None
     donate: bool = False
+    needs: tuple[str, ...] = ()
+    stand_in: bool = False
+    traced: Callable[[], bool] = _never
+    cpu: bool = True
 
     @property
     def module_name(self) -> str:
@@ -67,7 +106,7 @@ class ServedFunction:
         spec: which one.
         ops: its op, alone.
         native: vLLM's own function.
-        mode: "eager": a compiler traces none of the callers.
+        mode: "eager": no compiler sees the call.
         fn: what the replacement calls; None is vLLM's own.
         replacement: what callers find in place of vLLM's own function, if it is served.
         hooks: the attributes that hold it.
@@ -131,12 +170,21 @@ records: list[ServedFunction] = []
 _specs: list[FunctionSpec] = []
 """Those to serve; empty until a model is loaded."""
 
+_compiled = False
+"""Whether vLLM compiles the model that was loaded last."""
 
-def bind(specs: tuple[FunctionSpec, ...]) -> None:
+
+def bind(specs: tuple[FunctionSpec, ...], *, compiled: bool = False) -> None:
     """Decide for every function whose module is there, and serve those that another
-    implementation won. Those whose module is imported later follow then."""
+    implementation won. Those whose module is imported later follow then.
+
+    Args:
+        compiled: a compiler traces the model, and what it calls without an opaque op between.
+    """
+    global _compiled
     release()
-    _specs[:] = specs
+    _compiled = compiled
+    _specs[:] = [spec for spec in specs if spec.cpu or not on_cpu()]
     for spec in specs:
         for module_name in (spec.module_name, *spec.callers):
             module = sys.modules.get(module_name)
@@ -162,21 +210,28 @@ def hook_module(module: ModuleType) -> None:
 
 
 def _hook(spec: FunctionSpec, module: ModuleType) -> None:
-    record = next((record for record in records if record.spec is spec), None)
-    if record is None and module.__name__ == spec.module_name:
-        record = _decide(spec, getattr(module, spec.name, None))
-        records.append(record)
-    if record is not None and record.replacement is not None:
-        record.install(module)
+    group = [record for record in records if record.spec.path == spec.path]
+    if not group and module.__name__ == spec.module_name:
+        native = getattr(module, spec.name, None)
+        group = [_decide(each, native) for each in _specs if each.path == spec.path]
+        records.extend(group)
+        served = [record for record in group if record.fn is not None]
+        if served:
+            replacement = _replacement(served)
+            for record in served:
+                record.replacement = replacement
+    for record in group:
+        if record.replacement is not None:
+            record.install(module)
 
 
 def _decide(spec: FunctionSpec, native: Any) -> ServedFunction:
     asked = Asked(spec.op, EAGER, True, spec.donate or bool(spec.writes))
-    served = bind_served(spec.op, None, asked, _why_native(spec, native))
+    kept = _why_native(spec, native) or _why_kept(spec)
+    served = bind_served(spec.op, None, asked, kept)
     record = ServedFunction(spec, (served,), native)
     if served.binding is not None:
         record.call(served.binding.fn)
-        record.replacement = _replacement(record, served.binding)
     return record
 
 
@@ -193,34 +248,72 @@ def _why_native(spec: FunctionSpec, native: Any) -> str | None:
     unknown = [name for name in inspect.signature(native).parameters if name not in known]
     if unknown:
         return f"vLLM's function takes {', '.join(unknown)}, which vllm_fl does not know"
+    if _compiled and spec.traced():
+        return "the compiler traces its callers; it is served where vLLM compiles nothing"
     return None
 
 
-def _replacement(record: ServedFunction, binding: Binding) -> Callable[..., Any]:
-    op, native, arguments = record.spec.op, record.native, record.spec.arguments
-    winner, writes = binding.decision.winner_id, record.spec.writes
-    signature = get_default_manager().registry.get_signature(op)
-    names = signature.parameter_names if signature is not None else ()
-    written = tuple(names.index(name) for name in writes)
+def _why_kept(spec: FunctionSpec) -> str | None:
+    """Why vLLM's own function is not given up, or None.
+
+    What would win is only looked at: what nobody asked for is not loaded.
+    """
+    if not spec.needs:
+        return None
+    kernels = [name for name in spec.needs if name != TRITON]
+    if not has_kernels(kernels) or (TRITON in spec.needs and not runs_triton()):
+        return None
+    if spec.stand_in:
+        return f"vLLM's own kernel is here; {spec.op} stands in for a missing one"
+    decision = get_default_manager().decide(
+        spec.op, mode=EAGER, layer=True, batch_invariant=batch_invariant()
+    )
+    if decision.by_priority:
+        return f"vLLM's own kernel is here, and no order names an implementation of {spec.op}"
+    return None
+
+
+def _replacement(served: list[ServedFunction]) -> Callable[..., Any]:
+    native = served[0].native
+    cases = [(record, record.spec.arguments, _finish(record.spec)) for record in served]
 
     @functools.wraps(native)
     def call(*args: Any, **kwargs: Any) -> Any:
-        fn = record.fn
-        given = None if fn is None else arguments(*args, **kwargs)
-        if fn is None or given is None:
-            return native(*args, **kwargs)
-        try:
-            result = fn(*given)
-        except Exception as error:
-            annotate(error, op, winner, given, {})
-            raise
-        if not written:
-            return result
-        if result is not given[written[0]]:  # else its one argument was written in place
-            _write(given, written, result)
-        return None
+        for record, arguments, finish in cases:
+            fn = record.fn
+            given = None if fn is None else arguments(*args, **kwargs)
+            if fn is None or given is None:
+                continue
+            try:
+                result = fn(*given)
+            except Exception as error:
+                binding = record.ops[0].binding
+                winner = None if binding is None else binding.decision.winner_id
+                annotate(error, record.spec.op, winner, given, {})
+                raise
+            return result if finish is None else finish(result, given, args, kwargs)
+        return native(*args, **kwargs)
 
     return call
+
+
+def _finish(spec: FunctionSpec) -> Callable[..., Any] | None:
+    """What turns (the op's result, its arguments, those of vLLM's function) into the result of
+    vLLM's function."""
+    finish = spec.finish
+    if finish is not None:
+        return lambda result, given, args, kwargs: finish(result, *args, **kwargs)
+    if not spec.writes:
+        return None
+    signature = get_default_manager().registry.get_signature(spec.op)
+    names = signature.parameter_names if signature is not None else ()
+    written = tuple(names.index(name) for name in spec.writes)
+
+    def write(result: Any, given: tuple[Any, ...], args: Any, kwargs: Any) -> None:
+        if result is not given[written[0]]:  # else its one argument was written in place
+            _write(given, written, result)
+
+    return write
 
 
 def _write(given: tuple[Any, ...], written: tuple[int, ...], result: Any) -> None:
