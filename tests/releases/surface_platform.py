@@ -3,7 +3,7 @@
 
 from __future__ import annotations
 
-from .checks import Entry, Equals, Has, Kind, Takes
+from .checks import Does, Entry, Equals, Has, Kind, Takes
 
 __all__ = ["OWN_PLATFORM"]
 
@@ -76,5 +76,35 @@ OWN_PLATFORM = (
             "vllm.model_executor.model_loader.utils",
             "vllm.model_executor.offloader.uva",
         )
+    ),
+    Entry(
+        "vllm.model_executor.layers.fused_moe.unquantized_fused_moe_method:"
+        "select_unquantized_moe_backend",
+        "the layers' own name for the choice of experts, where ours is put",
+        (Takes("moe_config"), Does("return UnquantizedMoeBackend.OOT, None")),
+    ),
+    Entry(
+        "vllm.model_executor.layers.fused_moe.oracle.unquantized:UnquantizedMoeBackend",
+        "vLLM's names of the experts",
+        (Has(("OOT", "TRITON")),),
+    ),
+    Entry(
+        "vllm.model_executor.layers.fused_moe.oracle.unquantized:UnquantizedMoeBackend.TRITON",
+        "vLLM's name of the experts that PlatformFL chooses",
+    ),
+    Entry(
+        "vllm.model_executor.layers.fused_moe.experts.triton_moe:TritonExperts",
+        "the experts that PlatformFL chooses",
+        (Kind("class"),),
+    ),
+    Entry(
+        "vllm.model_executor.layers.fused_moe.experts.triton_moe:TritonExperts._supports_activation",
+        "which activations they have",
+        (Takes("activation"),),
+    ),
+    Entry(
+        "vllm.model_executor.layers.fused_moe.experts.triton_moe:TritonExperts.moe_sum",
+        "how they sum",
+        (Does("ops.moe_sum(input, output)"),),
     ),
 )

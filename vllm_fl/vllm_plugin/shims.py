@@ -1,10 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
 """What vLLM expects of its compiled extension, and finds missing without it.
 
-Three things, each put in place only where the real one is absent, each listed with its reason:
+Four things, each put in place only where the real one is absent, each listed with its reason:
 
 - views of pinned host memory on the device (the second model runner's buffers);
 - `_C::weak_ref_tensor` (the piecewise graphs);
+- Triton's experts for layers of experts (`platform_experts`);
 - schemas of `_C` operators that vLLM's passes name when they are imported. They get no kernel:
   a call still fails, as it should.
 """
@@ -17,7 +18,7 @@ from typing import Literal
 
 import torch
 
-from . import hooks
+from . import hooks, platform_experts
 
 __all__ = [
     "Shim", "States", "install", "installed", "survey", "uninstall", "view_on_device", "weak_ref",
@@ -142,6 +143,8 @@ def install() -> None:
         _library.define("weak_ref_tensor(Tensor input) -> Tensor")
         _library.impl("weak_ref_tensor", weak_ref, "CompositeExplicitAutograd")
         _note("_C::weak_ref_tensor", "vLLM's piecewise graphs keep outputs without owning them")
+    platform_experts.await_method()
+    _note("select_unquantized_moe_backend", "vLLM has no experts for platforms out of its tree")
     for module in _IMPORTERS:
         hooks.when_imported(module, _give_view)
     _note(_VIEW, "vLLM's second model runner shares pinned buffers with the device")
