@@ -210,6 +210,11 @@ OTHER_PASSES = (
 
 CONFIGURATION = (
     Entry(
+        "vllm.config:CUDAGraphMode.NONE",
+        "the model runs without graphs while kernels are warmed up",
+    ),
+    Entry("vllm.config:CUDAGraphMode", "names it", (Has(("NONE",)),)),
+    Entry(
         "vllm.config:get_current_vllm_config",
         "the configuration of the model that is being built",
         (Takes(""), Does("return _current_vllm_config")),

@@ -48,6 +48,7 @@ _SCHEMAS = (
 )
 
 _VIEW = "get_accelerator_view_from_cpu_tensor"
+_EXPERTS = "select_unquantized_moe_backend"
 _IMPORTERS = (
     "vllm.utils.torch_utils",
     "vllm.v1.worker.gpu.buffer_utils",
@@ -108,6 +109,11 @@ def survey(platform: str, *, ours: bool) -> list[dict[str, str]]:
             "function knows its own platforms only",
         ),
         (
+            "Triton's experts",
+            _state(real=False, ours=_EXPERTS in _installed),
+            "vLLM leaves layers of experts without any on a platform out of its tree",
+        ),
+        (
             "the worker's memory pool",
             "in place",
             "vLLM's asks for the allocator of sleep mode, a part of its extension; ours is none",
@@ -144,7 +150,7 @@ def install() -> None:
         _library.impl("weak_ref_tensor", weak_ref, "CompositeExplicitAutograd")
         _note("_C::weak_ref_tensor", "vLLM's piecewise graphs keep outputs without owning them")
     platform_experts.await_method()
-    _note("select_unquantized_moe_backend", "vLLM has no experts for platforms out of its tree")
+    _note(_EXPERTS, "vLLM has no experts for platforms out of its tree")
     for module in _IMPORTERS:
         hooks.when_imported(module, _give_view)
     _note(_VIEW, "vLLM's second model runner shares pinned buffers with the device")

@@ -174,7 +174,12 @@ def test_the_stand_ins_are_listed_and_let_vllms_passes_be_imported(answer) -> No
     assert answer["rotary"].startswith("_C::rotary_embedding(Tensor positions, Tensor")
 
 
-STAND_INS = ("schemas of _C", "_C::weak_ref_tensor", "get_accelerator_view_from_cpu_tensor")
+STAND_INS = (
+    "schemas of _C",
+    "_C::weak_ref_tensor",
+    "get_accelerator_view_from_cpu_tensor",
+    "Triton's experts",
+)
 
 
 def test_a_stand_in_is_needed_and_once_there_is_a_configuration_in_place(answer) -> None:
