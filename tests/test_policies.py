@@ -12,11 +12,16 @@ import vllm_fl
 from vllm_fl.dispatch import OpManager
 from vllm_fl.dispatch.config import load_config
 from vllm_fl.dispatch.types import BackendImplKind, DeviceFacts, OpImpl
+from vllm_fl.ops import CONTRACTS
 
 POLICIES = sorted((Path(vllm_fl.__file__).parent / "policies").glob("*.yaml"))
 NVIDIA = [path for path in POLICIES if path.stem.startswith("nvidia")]
-MAY_BE_MISSING = {"vendor.cuda.fl"}
-"""Implementations that a build may lack."""
+LAYERS_OPS = {
+    contract.name
+    for contract in CONTRACTS
+    if any(site.hook.endswith("forward") for site in contract.call_sites)
+}
+"""Operators that vLLM's layers call; the others are called by functions."""
 
 
 @pytest.fixture(scope="module")
@@ -34,7 +39,7 @@ def test_a_shipped_policy_names_only_what_there_is_and_says_what_was_measured(
     snapshot = manager.registry.snapshot()
     config.check_against(snapshot)
     assert config.policy.per_op_order
-    known = {i.impl_id for impls in snapshot.impls_by_op.values() for i in impls} | MAY_BE_MISSING
+    known = {i.impl_id for impls in snapshot.impls_by_op.values() for i in impls}
     named = {
         token.removeprefix("impl:")
         for _, tokens in config.policy.per_op_order
@@ -47,18 +52,16 @@ def test_a_shipped_policy_names_only_what_there_is_and_says_what_was_measured(
 
 
 @pytest.mark.parametrize("path", NVIDIA, ids=lambda p: p.stem)
-def test_on_nvidia_no_operator_is_left_to_flaggems_because_of_its_priority(path, manager) -> None:
-    """It is installed or not: what serves a vLLM with its extension is the same."""
+def test_on_nvidia_no_layer_is_left_to_flaggems_because_of_its_priority(path, manager) -> None:
+    """It is installed or not: what serves the layers of a vLLM with its extension is the same.
+    Functions stay native where its kernels are, unless an order names another implementation."""
     policy = load_config({}, shipped=path).policy
-    impls_by_op = manager.registry.snapshot().impls_by_op
-    offered = [
-        o for o, impls in impls_by_op.items() if "default.flaggems" in {i.impl_id for i in impls}
-    ]
-    assert len(offered) >= 15
-    for op in offered:
+    for op, impls in manager.registry.snapshot().impls_by_op.items():
         order = policy.order_for(op, "eager")
-        assert order.index("flagos") > 0, op
-        assert order[0] == "native" or "vendor.cuda" in {i.impl_id for i in impls_by_op[op]}, op
+        ids = {impl.impl_id for impl in impls}
+        if op in LAYERS_OPS and "default.flaggems" in ids:
+            assert order.index("flagos") > 0, op
+            assert "vendor.cuda" in ids, op
         assert policy.order_for(op, "compiled") == (), op
 
 
