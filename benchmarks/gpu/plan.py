@@ -27,7 +27,7 @@ STEPS = {
     "models": "stock, and the plugin with its shipped policy, with FlagGems and without",
     "flagos": "the plugin with VLLM_FL_PREFER=flagos",
     "vendors": "the plugin without the fusion of q/k norm and rope, and with vLLM's kernels only",
-    "moe": "a small Qwen3-MoE, stock and with the plugin",
+    "moe": "a small Qwen3-MoE: stock, shipped policy, VLLM_FL_PREFER=flagos and vendor",
     "empty": "vLLM without its extension, through PlatformFL, by both model runners",
     "host": "what calls of layers cost the CPU, stock and plugin in turns",
     "flaggems": "FlagGems' operators: right, host time with and without launch plans, GPU time",
@@ -247,8 +247,10 @@ def _moe(site: Site, results: Path, device: str, memory: float) -> Iterator[Job]
     for mode in ("eager", "decode-graph"):
         for who in ("stock", "plugin"):
             yield _model(results, memory, "moe", who, "moe", mode)
-    env = {"VLLM_FL_PREFER": "flagos"}
-    yield _model(results, memory, "moe", "flagos", "moe", "eager", env=env)
+    for who in ("flagos", "vendor"):  # its router and its experts are dispatched
+        for mode in ("eager", "decode-graph"):
+            env = {"VLLM_FL_PREFER": who}
+            yield _model(results, memory, "moe", who, "moe", mode, env=env)
     yield _model(results, memory, "moe", "stock", "moe", "graph")  # the noise between right answers
 
 

@@ -25,6 +25,7 @@ WHO = {
     "unfused": "plugin, shipped policy, q/k norm and rope apart",
     "vllm": "plugin, vLLM's kernels",
     "flagos": "plugin, VLLM_FL_PREFER=flagos",
+    "vendor": "plugin, VLLM_FL_PREFER=vendor",
     "empty": "`empty` build, PlatformFL, second runner",
     "empty-runner1": "`empty` build, PlatformFL, first runner",
     "empty-nogems": "`empty` build, PlatformFL, second runner, no FlagGems",
