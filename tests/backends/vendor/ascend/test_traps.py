@@ -314,6 +314,18 @@ def test_in_place_a_view_would_stay_as_it_was():
     assert not torch.equal(to_cpu(outputs_of(impl.fn(*given)))[0], expected[0])
 
 
+@pytest.mark.parametrize("op", ["rms_norm", "fused_add_rms_norm"])
+def test_each_of_both_guards_refuses_a_norm_without_a_weight(op):
+    """Either would do in a layer; a call that is not a layer's has the second alone."""
+    impl, x = IMPL[op], rand(5, 64)
+    args = (x, None, 1e-6) if op == "rms_norm" else (x, rand(5, 64), None, 1e-6)
+    facts = CONTRACT[op].signature.facts_of(*args)
+    assert (
+        impl.supports_layer(facts) == "the layer has no weight, without which the operator crashes"
+    )
+    assert impl.supports(*to_npu(args)) == "weight is None, with which the operator crashes"
+
+
 def calls_of_operators() -> Iterator[tuple[str, int]]:
     """(operator, how many arguments it is given by position) of each call in the sources."""
     for path in Path(impl_package.__path__[0]).glob("*.py"):
