@@ -50,7 +50,8 @@ help:
 	@echo "make check          lint, format and types"
 	@echo "make audit-hooks    read five releases of vLLM for all that vllm_fl relies on in them"
 	@echo "make dist           build the wheel and the sdist into dist/, and check them"
-	@echo "make wheel          build a wheel with the native kernels, for the torch of the environment"
+	@echo "make wheel          build a wheel with native kernels, for the torch of the environment, and"
+	@echo "                    check it; VLLM_FL_DEVICE says for which devices"
 	@echo "make native         compile the native kernels into the tree"
 	@echo "make clean          remove what these made, except the environments (.venv*) and wheels (.cache)"
 
@@ -98,11 +99,16 @@ dist: $(READY)
 	@$(call declares,vllm_fl.testing.pytest_plugin = vllm_fl.testing.pytest_plugin)
 	@ls dist/*
 
+# A wheel for one release of Python and of torch. Settings such as VLLM_FL_DEVICE=cuda and
+# TORCH_CUDA_ARCH_LIST=9.0 reach setup.py from the command line and from the environment.
 wheel: $(READY)
-	@rm -rf build && mkdir -p build
-	@$(BIN)/python -m pip wheel --no-deps --no-build-isolation --wheel-dir dist . \
+	@rm -rf build dist/*.whl && mkdir -p build
+	@echo "wheel: compiling (log: build/wheel.log)"
+	@$(BIN)/python -m pip wheel -v --no-deps --no-build-isolation --wheel-dir dist . \
 		$(call logged,build/wheel.log)
-	@ls dist/*
+	@grep -o 'vllm_fl: \(built\|installing\).*' build/wheel.log | sort -u
+	@echo "wheel: looking for paths of this machine, installing it, asking doctor"
+	@$(BIN)/python -m tests.installation dist/*.whl
 
 native:
 	@rm -f $(NATIVE)

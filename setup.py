@@ -68,8 +68,9 @@ def sources(device: str) -> list[str]:
     """What an extension is made of, as paths in the tree."""
     if device == "cpu":
         return ["csrc/torch_bindings.cpp", "csrc/cpu/ops.cpp", *KERNEL_FLAGS]
-    found = (*ROOT.glob("csrc/cuda/*.cu"), *ROOT.glob("csrc/cuda/*.cpp"))
-    return [path.relative_to(ROOT).as_posix() for path in sorted(found)]
+    # torch's headers take longest, so what includes them begins first.
+    found = (*sorted(ROOT.glob("csrc/cuda/*.cpp")), *sorted(ROOT.glob("csrc/cuda/*.cu")))
+    return [path.relative_to(ROOT).as_posix() for path in found]
 
 
 def say(text: str) -> None:
@@ -168,10 +169,16 @@ class BuildPython(build_py):
 
 
 class BuildKernels(build_ext):
-    """Compiles each file with its own flags, and goes on where that fails."""
+    """Compiles each file with its own flags, as many at once as there are cores, and goes on where
+    that fails."""
+
+    def finalize_options(self) -> None:
+        super().finalize_options()
+        self.parallel = len(EXTENSIONS)
 
     def run(self) -> None:
-        super().run()
+        with ThreadPoolExecutor(os.cpu_count()) as self.pool:
+            super().run()
         write_record(self)
 
     def build_extension(self, ext: Extension) -> None:
@@ -201,8 +208,7 @@ class BuildKernels(build_ext):
                 say(said)
             return target
 
-        with ThreadPoolExecutor(os.cpu_count()) as pool:
-            objects = list(pool.map(compile_one, ext.sources))
+        objects = list(self.pool.map(compile_one, ext.sources))
         out = Path(self.get_ext_fullpath(ext.name)).resolve()
         out.parent.mkdir(parents=True, exist_ok=True)
         run([*commands.link(), *objects, *commands.libraries(), "-o", str(out)], ROOT)
