@@ -106,8 +106,6 @@ class Plan:
             raise CannotBuild(f"VLLM_FL_DEVICE={self.asked}")
         if sys.platform != "linux":
             raise CannotBuild(f"the platform is {sys.platform}, not linux")
-        if not sources(device):
-            raise CannotBuild("this source tree has no kernels for it")
         self.torch = find_torch()
         if device == "cpu":
             names = [Path(file).stem.removeprefix("kernels_").upper() for file in KERNEL_FLAGS]
@@ -239,6 +237,9 @@ class _Commands:
             if device == "hip":
                 self.defines += ["-D__HIP_PLATFORM_AMD__=1", "-DUSE_ROCM=1"]
         self.includes = [f"-isystem{path}" for path in includes]
+        # GCC names a system header by its real path where that is shorter.
+        real = {path.resolve() for path in includes}
+        hidden |= {path: "include" for path in real if not any(map(path.is_relative_to, hidden))}
         self.maps = [f"-ffile-prefix-map={path}={name}" for path, name in hidden.items()]
         newest = "-std=c++20" if self.cxx.takes("-std=c++20") else "-std=c++17"
         self.flags = [newest, "-g0", "-fPIC", "-fvisibility=hidden", "-Wall", "-Wextra"]
