@@ -207,14 +207,20 @@ def test_where_cuda_is_not_initialised_the_gpu_is_not_asked(record, monkeypatch)
     assert native_refusal("cuda") is None
 
 
-def test_a_backend_without_its_extension_is_unavailable_and_its_guards_say_so(monkeypatch):
+@pytest.mark.parametrize("device", ("cpu", "cuda"))
+def test_a_backend_without_its_extension_is_unavailable_and_its_guards_say_so(monkeypatch, device):
     """Guards are asked, too, for a device that is only assumed."""
     pytest.importorskip("torch")
-    from vllm_fl.backends.vendor.cpu import fl
+    from vllm_fl.backends.vendor import native_kernels
+    from vllm_fl.backends.vendor.cpu import fl as cpu
+    from vllm_fl.backends.vendor.cuda import fl as cuda
 
-    monkeypatch.setattr(fl, "native_refusal", lambda device: "not built")
-    monkeypatch.setitem(sys.modules, "vllm_fl._C", None)
-    assert fl.backend.is_available() == "not built"
-    assert fl._Kernels().supports_rms_norm(None) == "not built"
+    backend = {"cpu": cpu, "cuda": cuda}[device]
+    for module in (backend, native_kernels):
+        monkeypatch.setattr(module, "native_refusal", lambda device: f"no {device}")
+    monkeypatch.setitem(sys.modules, native.MODULES[device], None)
+    kernels = native_kernels.NativeKernels(lambda: device)
+    assert backend.backend.is_available() == f"no {device}"
+    assert kernels.supports_rms_norm(None) == f"no {device}"
     with pytest.raises(ImportError):
-        fl._Kernels().rms_norm(None)
+        kernels.rms_norm(None)
