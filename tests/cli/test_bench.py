@@ -137,6 +137,13 @@ def test_those_that_are_named_are_timed_against_the_policy_s_choice() -> None:
     assert {row["impl_id"] for row in data["sizes"][0]["timings"]} == {"vendor.fast", "vendor.slow"}
 
 
+def test_on_another_device_than_this_machine_s_first_the_choice_is_that_one_s() -> None:
+    manager_ = manager(SLOW, kernel("npu", 50, device_types=("npu",)))
+    manager_.set_device(DeviceFacts("ascend", "npu"))
+    data = bench(manager_, "silu_and_mul", device="cpu", **of())
+    assert data["sizes"][0]["policy"] == "vendor.slow"
+
+
 def test_the_text_tells_all_that_the_data_tell() -> None:
     data = bench(manager(SLOW, FAST), "silu_and_mul", **of())
     codes = ("spread", "ratio", "tokens", "device_us", "host_us")  # rounded otherwise

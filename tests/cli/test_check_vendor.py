@@ -157,6 +157,11 @@ def test_a_broken_item_is_caught_by_its_name(package, item):
 
 
 MORE = {
+    "an API that is no more": (
+        "API version",
+        (BACKEND, "api_version = 1", "api_version = 0"),
+        "was written for version 0 of vllm_fl's API; this is version 1. Install a newer vllm_fl_ac",
+    ),
     "a load that fails": (
         "availability",
         (BACKEND, "with the exception as the reason.\"\"\"",

@@ -12,6 +12,13 @@ import pytest
 pytestmark = [pytest.mark.e2e, pytest.mark.extended]
 
 SECONDS = 90
+TUTORIAL = Path(__file__).parents[2] / "docs" / "add-a-vendor.md"
+MORE = [
+    line.strip()
+    for line in TUTORIAL.read_text().partition("<!-- end -->")[2].splitlines()
+    if line.startswith("    vllm-fl ")
+]
+"""What the tutorial runs behind its first four commands; the demo aside, which fetches a model."""
 
 
 @pytest.fixture
@@ -41,6 +48,13 @@ def test_four_commands_make_install_test_and_check_a_package(run, scratch, tmp_p
     assert "6 passed" in tested.stdout
     assert "vllm_fl_acme: all 13 items are there" in checked.stdout
     assert seconds < SECONDS, f"{seconds:.0f} s"
+    # The rest of the tutorial's commands, in the environment that the four left.
+    for command in MORE:
+        run([*cli, *command.split()[1:]])
+
+
+def test_the_tutorial_has_the_commands_that_are_run_here() -> None:
+    assert [command.split()[1] for command in MORE] == ["explain", "verify", "bench"]
 
 
 def test_what_was_written_runs_in_real_vllm(run, engine, scratch, tmp_path) -> None:

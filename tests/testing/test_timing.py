@@ -131,3 +131,16 @@ def test_a_sample_on_a_device_does_not_fill_its_queue(monkeypatch) -> None:
     module = SimpleNamespace(synchronize=lambda: None)
     monkeypatch.setattr(torch, "chip", module, raising=False)
     assert timing._calls(lambda: calls.append(1), "chip") == timing.MOST_CALLS
+
+
+def test_a_sample_is_as_long_as_the_device_works_and_not_as_short_as_its_launches(
+    monkeypatch,
+) -> None:
+    queue: list[int] = []
+
+    def synchronize() -> None:
+        time.sleep(2e-3 * len(queue))
+        queue.clear()
+
+    monkeypatch.setattr(torch, "chip", SimpleNamespace(synchronize=synchronize), raising=False)
+    assert 4 <= timing._calls(lambda: queue.append(1), "chip") <= 10

@@ -7,6 +7,7 @@ import argparse
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, TextIO
 
+from ..backends.vendor.devices import VENDORS, facts_of
 from ..dispatch.decision import Call, Decision
 from ..dispatch.errors import did_you_mean
 from ..dispatch.manager import OpManager
@@ -145,6 +146,7 @@ def bench(
             )
     check_device(device)
     device = device or manager.device.device_type
+    _use(manager, device)
     free = not shapes
     counts: Iterable[int | None] = tokens or (TOKENS if free else (None,))
     if hidden is None and free and has_hidden(contract):
@@ -164,6 +166,18 @@ def bench(
     except ValueError as error:
         raise UsageError(str(error)) from None
     return {"op": op, "device": device, "dtype": str(wanted).partition(".")[2], "sizes": sizes}
+
+
+def _use(manager: OpManager, device: str) -> None:
+    """Decide for the device, and run on it, where it is not the one that this machine has first."""
+    kind, _, index = device.partition(":")
+    vendor = next((info.name for info in VENDORS if info.device_type == kind), None)
+    if kind != manager.device.device_type and vendor is not None:
+        manager.set_device(facts_of(vendor))
+    if index and kind != "cpu":
+        import torch
+
+        getattr(torch, kind).set_device(device)  # a kernel may ask for the current one
 
 
 def _size(

@@ -17,7 +17,14 @@ from ..dispatch.config import load_config
 from ..dispatch.packaged import policy_files
 from ..dispatch.policy import token_matches
 from ..dispatch.registry import OpRegistry
-from ..dispatch.types import API_VERSION, BackendImplKind, BackendPriority, DeviceFacts, OpImpl
+from ..dispatch.types import (
+    API_VERSION,
+    BackendImplKind,
+    BackendPriority,
+    DeviceFacts,
+    OpImpl,
+    Origin,
+)
 from .diagnosis import remedies
 from .errors import CommandError
 from .output import answer_stream, print_table
@@ -186,7 +193,8 @@ def _registered(package: str) -> OpRegistry:
     registrar: Callable[[OpRegistry], None] = next(
         f for name in REGISTRARS if callable(f := getattr(module, name, None))
     )
-    registrar(registry)
+    with registry.batch(Origin("module", package)):
+        registrar(registry)
     return registry
 
 

@@ -45,7 +45,7 @@ def probe(module: str, blocked: Sequence[str] = ()) -> dict[str, Any]:
 
     from ..dispatch import OpRegistry
     from ..dispatch.discovery import REGISTRARS
-    from ..dispatch.types import Rejected
+    from ..dispatch.types import Origin, Rejected
     from ..ops import register_builtins
 
     found: dict[str, Any] = {
@@ -62,7 +62,8 @@ def probe(module: str, blocked: Sequence[str] = ()) -> dict[str, Any]:
         )
         if registrar is None:
             raise AttributeError(f"{module} has none of {', '.join(REGISTRARS)}")
-        registrar(registry)
+        with registry.batch(Origin("module", module)):
+            registrar(registry)
         for impls in registry.snapshot().impls_by_op.values():
             for impl in impls:
                 verdict = impl.availability()

@@ -118,21 +118,24 @@ def _sampler(function: Callable[[], Any], kind: str) -> tuple[Sampler, str]:
 
 def _calls(function: Callable[[], Any], kind: str) -> int:
     """Calls of a sample. The first ones compile, tune and fill caches."""
+    wait = getattr(torch, kind).synchronize if kind != "cpu" else lambda: None
     for _ in range(3):
         function()
-    if kind != "cpu":
-        getattr(torch, kind).synchronize()
+    wait()
     calls = 1
-    while (seconds := _clock(function, calls)) * calls < SAMPLE_S / 4:
+    while (seconds := _clock(function, calls, wait)) * calls < SAMPLE_S / 4:
         calls *= 2
     wanted = max(1, round(SAMPLE_S / seconds))
     return wanted if kind == "cpu" else min(wanted, MOST_CALLS)
 
 
-def _clock(function: Callable[[], Any], calls: int) -> float:
+def _clock(
+    function: Callable[[], Any], calls: int, wait: Callable[[], Any] = lambda: None
+) -> float:
     start = time.perf_counter()
     for _ in range(calls):
         function()
+    wait()
     return (time.perf_counter() - start) / calls
 
 
