@@ -1,7 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Time per call of the CPU kernels, side by side in one process: ours as vLLM's layers call them
 (`bound`: guard and kernel), the bare function, the same kernel through torch.ops, vLLM's kernel
-and PyTorch.
+and PyTorch. For fused_qk_norm_rope, of which vLLM has no CPU kernel, its column is our kernels of
+the norms and the rotary embedding one after the other.
 
     OMP_NUM_THREADS=1 python benchmarks/cpu_kernels.py
 
@@ -19,7 +20,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
-from vllm_fl.backends.reference.impl import normalization, rotary
+from vllm_fl.backends.reference.impl import normalization, qk_norm_rope, rotary
 from vllm_fl.backends.vendor.cpu.fl import kernels
 from vllm_fl.dispatch import get_default_manager
 
@@ -51,6 +52,28 @@ def silu(x: torch.Tensor) -> torch.Tensor:
     return F.silu(x[..., :d]) * x[..., d:]
 
 
+def one_by_one(
+    qkv: torch.Tensor,
+    num_heads_q: int,
+    num_heads_k: int,
+    num_heads_v: int,
+    head_dim: int,
+    eps: float,
+    q_weight: torch.Tensor,
+    k_weight: torch.Tensor,
+    cos_sin_cache: torch.Tensor,
+    is_neox: bool,
+    position_ids: torch.Tensor,
+) -> Any:
+    """As Qwen3's own forward, with our kernels."""
+    q, k, v = qkv.split([n * head_dim for n in (num_heads_q, num_heads_k, num_heads_v)], dim=-1)
+    q_by_head = q.view(*q.shape[:-1], q.shape[-1] // head_dim, head_dim)
+    q = kernels.rms_norm(q_by_head, q_weight, eps, None).view(q.shape)
+    k_by_head = k.view(*k.shape[:-1], k.shape[-1] // head_dim, head_dim)
+    k = kernels.rms_norm(k_by_head, k_weight, eps, None).view(k.shape)
+    return kernels.rotary_embedding(position_ids, q, k, head_dim, cos_sin_cache, is_neox), v
+
+
 def rows(tokens: int, dtype: torch.dtype, theirs: Any) -> dict[str, tuple[Any, ...]]:
     """For each op: arguments, the bare function, torch.ops, vLLM's kernel with its arguments,
     PyTorch."""
@@ -61,6 +84,8 @@ def rows(tokens: int, dtype: torch.dtype, theirs: Any) -> dict[str, tuple[Any, .
     out, weight = torch.empty_like(x), torch.rand(576).to(dtype)
     query, key, _ = torch.randn(tokens, 960).to(dtype).split((576, 192, 192), dim=-1)
     rope = (torch.arange(tokens), query, key, 64, torch.randn(2048, 64).to(dtype), True)
+    whole = (torch.randn(tokens, 960).to(dtype), 9, 3, 3, 64, 1e-6, weight[:64], weight[64:128],
+             rope[4], True, rope[0])  # fmt: skip
     norm, fused = (x, weight, 1e-6, None), (x, residual, weight, 1e-6, None)
     return {
         "silu_and_mul": (
@@ -78,6 +103,10 @@ def rows(tokens: int, dtype: torch.dtype, theirs: Any) -> dict[str, tuple[Any, .
         "rotary_embedding": (
             rope, kernels.rotary_embedding, ours.rotary_embedding_,
             (theirs.rotary_embedding, rope), rotary.rotary_embedding,
+        ),
+        "fused_qk_norm_rope": (
+            whole, kernels.fused_qk_norm_rope, ours.fused_qk_norm_rope_,
+            (one_by_one, whole), qk_norm_rope.fused_qk_norm_rope,
         ),
     }  # fmt: skip
 

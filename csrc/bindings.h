@@ -165,6 +165,32 @@ PyObject* supports_rotary_embedding(PyObject*, Arguments args, Py_ssize_t count)
   END_HANDLE_TH_ERRORS
 }
 
+HeadCounts head_counts(Arguments args) {
+  return {integer(args[1]), integer(args[2]), integer(args[3])};
+}
+
+PyObject* norm_rope_function(PyObject*, Arguments args, Py_ssize_t count) {
+  HANDLE_TH_ERRORS
+  expect(count, 11);
+  VLLM_FL_PROFILED("vllm_fl_C::fused_qk_norm_rope");
+  fused_qk_norm_rope(tensor(args[0], "qkv"), head_counts(args), integer(args[4]),
+                     number(args[5]), tensor(args[6], "q_weight"), tensor(args[7], "k_weight"),
+                     tensor(args[8], "cos_sin_cache"), truth(args[9]),
+                     tensor(args[10], "position_ids"));
+  return Py_NewRef(args[0]);
+  END_HANDLE_TH_ERRORS
+}
+
+PyObject* supports_norm_rope(PyObject*, Arguments args, Py_ssize_t count) {
+  HANDLE_TH_ERRORS
+  expect(count, 11);
+  return verdict(fused_qk_norm_rope_refusal(
+      tensor(args[0], "qkv"), head_counts(args), integer(args[4]), tensor(args[6], "q_weight"),
+      tensor(args[7], "k_weight"), tensor(args[8], "cos_sin_cache"),
+      tensor(args[10], "position_ids")));
+  END_HANDLE_TH_ERRORS
+}
+
 #define VLLM_FL_METHOD(name, function, doc)                                                       \
   { name, reinterpret_cast<PyCFunction>(reinterpret_cast<void (*)()>(function)), METH_FASTCALL, doc }
 
@@ -194,7 +220,13 @@ PyObject* supports_rotary_embedding(PyObject*, Arguments args, Py_ssize_t count)
                  "in place"),                                                                     \
   VLLM_FL_METHOD("supports_rotary_embedding", supports_rotary_embedding,                          \
                  "supports_rotary_embedding(positions, query, key, head_size, cos_sin_cache, "    \
-                   "is_neox)")
+                   "is_neox)"),                                                                   \
+  VLLM_FL_METHOD("fused_qk_norm_rope", norm_rope_function,                                        \
+                 "fused_qk_norm_rope(qkv, num_heads_q, num_heads_k, num_heads_v, head_dim, eps, " \
+                 "q_weight, k_weight, cos_sin_cache, is_neox, position_ids); in place"),          \
+  VLLM_FL_METHOD("supports_fused_qk_norm_rope", supports_norm_rope,                               \
+                 "supports_fused_qk_norm_rope(qkv, num_heads_q, num_heads_k, num_heads_v, "       \
+                 "head_dim, eps, q_weight, k_weight, cos_sin_cache, is_neox, position_ids)")
 
 // --------------------------------------------------------------------------------- torch.ops
 
@@ -224,6 +256,15 @@ void rotary_embedding_op(const Tensor& positions, Tensor& query, const std::opti
   rotary_embedding(positions, query, borrowed(key), head_size, cos_sin_cache, is_neox);
 }
 
+void fused_qk_norm_rope_op(Tensor& qkv, int64_t num_heads_q, int64_t num_heads_k,
+                           int64_t num_heads_v, int64_t head_dim, double eps,
+                           const Tensor& q_weight, const Tensor& k_weight,
+                           const Tensor& cos_sin_cache, bool is_neox,
+                           const Tensor& position_ids) {
+  fused_qk_norm_rope(qkv, {num_heads_q, num_heads_k, num_heads_v}, head_dim, eps, q_weight,
+                     k_weight, cos_sin_cache, is_neox, position_ids);
+}
+
 #define VLLM_FL_NORM "Tensor? weight, float epsilon, int? variance_size=None"
 
 // Whichever extension is loaded first defines an operator that both have.
@@ -247,6 +288,10 @@ void define_operators(torch::Library& library) {
   define(library, "rotary_embedding_",
          "(Tensor positions, Tensor(a!) query, Tensor(b!)? key, int head_size, "
          "Tensor cos_sin_cache, bool is_neox) -> ()");
+  define(library, "fused_qk_norm_rope_",
+         "(Tensor(a!) qkv, int num_heads_q, int num_heads_k, int num_heads_v, int head_dim, "
+         "float eps, Tensor q_weight, Tensor k_weight, Tensor cos_sin_cache, bool is_neox, "
+         "Tensor position_ids) -> ()");
 }
 
 // The kernels of one device, which is the library's.
@@ -260,6 +305,7 @@ void implement_operators(torch::Library& library) {
   library.impl("fused_add_rms_norm_", fused_add_rms_norm_op<0>);
   library.impl("fused_add_gemma_rms_norm_", fused_add_rms_norm_op<1>);
   library.impl("rotary_embedding_", rotary_embedding_op);
+  library.impl("fused_qk_norm_rope_", fused_qk_norm_rope_op);
 }
 
 }  // namespace

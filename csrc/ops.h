@@ -48,4 +48,21 @@ std::string rotary_embedding_refusal(const TensorBase& positions, const TensorBa
 void rotary_embedding(const TensorBase& positions, const TensorBase& query, Maybe key,
                       int64_t head_size, const TensorBase& cos_sin_cache, bool is_neox);
 
+struct HeadCounts {
+  int64_t query, key, value;
+};
+
+// In place on qkv: (tokens, all heads * head_dim), its last stride 1. Each head of query and key
+// becomes its norm times a weight (head_dim), and its first rotary_dim channels are rotated;
+// cos_sin_cache: (positions, rotary_dim); position_ids: int32 or int64, (tokens).
+std::string fused_qk_norm_rope_refusal(const TensorBase& qkv, const HeadCounts& heads,
+                                       int64_t head_dim, const TensorBase& q_weight,
+                                       const TensorBase& k_weight,
+                                       const TensorBase& cos_sin_cache,
+                                       const TensorBase& position_ids);
+void fused_qk_norm_rope(const TensorBase& qkv, const HeadCounts& heads, int64_t head_dim,
+                        double eps, const TensorBase& q_weight, const TensorBase& k_weight,
+                        const TensorBase& cos_sin_cache, bool is_neox,
+                        const TensorBase& position_ids);
+
 }  // namespace vllm_fl

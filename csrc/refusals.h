@@ -264,4 +264,40 @@ std::string rotary_embedding_refusal(const TensorBase& positions, const TensorBa
   return turned_refusal("key", *key, tokens, head_size, query.device());
 }
 
+// What every device refuses of fused_qk_norm_rope.
+inline std::string norm_rope_refusal(const TensorBase& qkv, const HeadCounts& heads,
+                                     int64_t head_dim, const TensorBase& q_weight,
+                                     const TensorBase& k_weight,
+                                     const TensorBase& cos_sin_cache,
+                                     const TensorBase& position_ids) {
+  const c10::Device device = home_of(qkv);
+  VLLM_FL_RETURN_REFUSAL(float_refusal("qkv", qkv, device));
+  VLLM_FL_RETURN_REFUSAL(written_refusal("qkv", qkv));
+  if (qkv.dim() != 2) return text("qkv has shape ", qkv.sizes(), ", not two dimensions");
+  if (head_dim < 1 || heads.query < 0 || heads.key < 0 || heads.value < 0) {
+    return text("there are ", heads.query, ", ", heads.key, " and ", heads.value, " heads of ",
+                head_dim);
+  }
+  const int64_t width = qkv.size(1);
+  if (heads.query > width || heads.key > width || heads.value > width ||
+      width % head_dim || width / head_dim != heads.query + heads.key + heads.value) {
+    return text("qkv has rows of ", width, ", not ", heads.query, ", ", heads.key, " and ",
+                heads.value, " heads of ", head_dim);
+  }
+  for (const auto& [name, weight] :
+       {std::pair("q_weight", &q_weight), std::pair("k_weight", &k_weight)}) {
+    VLLM_FL_RETURN_REFUSAL(float_refusal(name, *weight, device));
+    if (weight->dim() != 1 || weight->size(0) != head_dim) {
+      return text(name, " has shape ", weight->sizes(), ", a head has ", head_dim, " elements");
+    }
+    if (!rows_are_dense(*weight)) return text(name, " is not contiguous");
+  }
+  VLLM_FL_RETURN_REFUSAL(angles_refusal("position_ids", position_ids, cos_sin_cache, head_dim,
+                                      device));
+  if (position_ids.numel() != qkv.size(0)) {
+    return text("there are ", position_ids.numel(), " position_ids for ", qkv.size(0), " tokens");
+  }
+  return {};
+}
+
 }  // namespace vllm_fl

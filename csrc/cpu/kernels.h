@@ -44,6 +44,21 @@ struct Rotary {
   Turned turned[2];
 };
 
+struct QkNormRope {
+  void* qkv;
+  Rows rows;  // one a token: the heads of query, then of key, then others
+  const void* q_weight;
+  const void* k_weight;
+  int64_t q_heads, k_heads;
+  int64_t head_dim;
+  float epsilon;
+  const int64_t* positions;  // as for Rotary
+  const void* cache;
+  int64_t cache_stride;
+  int64_t half;
+  bool is_neox;
+};
+
 // Of rows, or tokens, from begin to end.
 template <class Arguments>
 using Kernel = void (*)(const Arguments&, int64_t begin, int64_t end);
@@ -55,6 +70,7 @@ struct Kernels {
   Kernel<Gated> gelu_tanh[kTypes];
   Kernel<Norm> norm[kTypes][kTypes];      // x's type, the weight's
   Kernel<Rotary> rotary[kTypes][kTypes];  // query's and key's type, the cache's
+  Kernel<QkNormRope> qk_norm_rope[kTypes][2];  // the weights are of qkv's type, or of float32
 };
 
 extern const Kernels kernels_default;

@@ -68,9 +68,9 @@ float sum_of_squares(const Source& source, int64_t n) {
 }
 
 template <class Source>
-float inverse_root(const Norm& a, const Source& source) {
-  float mean = sum_of_squares(source, a.averaged) / static_cast<float>(a.averaged);
-  return 1.0f / __builtin_sqrtf(mean + a.epsilon);
+float inverse_root(const Source& source, int64_t averaged, float epsilon) {
+  float mean = sum_of_squares(source, averaged) / static_cast<float>(averaged);
+  return 1.0f / __builtin_sqrtf(mean + epsilon);
 }
 
 template <class A, class B>
@@ -100,7 +100,7 @@ void norm(const Norm& a, int64_t begin, int64_t end) {
     T* out = static_cast<T*>(a.out) + a.out_rows.offset(row);
     if (a.residual == nullptr) {
       Plain<T> source{x};
-      float scale = inverse_root(a, source);
+      float scale = inverse_root(source, a.averaged, a.epsilon);
       for_vectors(a.hidden, [&](int64_t i, auto count) {
         Floats v = source.at(i, count) * scale;
         if (weight != nullptr) v = weighted<T>(v, weight + i, a.weight_offset, count);
@@ -109,7 +109,7 @@ void norm(const Norm& a, int64_t begin, int64_t end) {
     } else {
       Added<T> source{x, static_cast<const T*>(a.residual) + a.residual_rows.offset(row)};
       T* total = static_cast<T*>(a.total) + a.total_rows.offset(row);
-      float scale = inverse_root(a, source);
+      float scale = inverse_root(source, a.averaged, a.epsilon);
       // The sum is taken again instead of kept; out and total may be x and the residual.
       for_vectors(a.hidden, [&](int64_t i, auto count) {
         Floats v = source.at(i, count);
@@ -171,6 +171,51 @@ void rotary(const Rotary& a, int64_t begin, int64_t end) {
   }
 }
 
+// What `norm` and then `rotary` give: a normed value is rounded to T before it is rotated.
+template <class T, class W, class C>
+void norm_and_turn(T* head, const W* weight, const QkNormRope& a, const C* cos, const C* sin) {
+  Plain<T> source{head};
+  const float scale = inverse_root(source, a.head_dim, a.epsilon);
+  auto normed = [&](int64_t i, auto count) {
+    return rounded<T>(weighted<T>(source.at(i, count) * scale, weight + i, 0.0f, count));
+  };
+  const int64_t turned = 2 * a.half;
+  if (a.is_neox) {
+    for_vectors(a.half, [&](int64_t i, auto count) {
+      Floats c = load(cos + i, count), s = load(sin + i, count);
+      Floats x = normed(i, count), y = normed(i + a.half, count);
+      store(head + i, x * c - y * s, count);
+      store(head + i + a.half, y * c + x * s, count);
+    });
+  } else {
+    for_vectors(turned, [&](int64_t i, auto count) {
+      int64_t pair = i / 2, pairs = a.half - pair;
+      if (pairs > kLanes / 2) pairs = kLanes / 2;
+      Floats c = doubled(load(cos + pair, pairs));
+      Floats s = alternating(doubled(load(sin + pair, pairs)));
+      Floats v = normed(i, count);
+      store(head + i, v * c + swapped(v) * s, count);
+    });
+  }
+  for_vectors(a.head_dim - turned, [&](int64_t i, auto count) {
+    store(head + turned + i, normed(turned + i, count), count);
+  });
+}
+
+template <class T, class W>
+void qk_norm_rope(const QkNormRope& a, int64_t begin, int64_t end) {
+  const W* q_weight = static_cast<const W*>(a.q_weight);
+  const W* k_weight = static_cast<const W*>(a.k_weight);
+  for (int64_t token = begin; token < end; token++) {
+    const T* cos = static_cast<const T*>(a.cache) + a.positions[token] * a.cache_stride;
+    const T* sin = cos + a.half;
+    T* head = static_cast<T*>(a.qkv) + a.rows.offset(token);
+    for (int64_t h = 0; h < a.q_heads + a.k_heads; h++, head += a.head_dim) {
+      norm_and_turn(head, h < a.q_heads ? q_weight : k_weight, a, cos, sin);
+    }
+  }
+}
+
 }  // namespace
 
 #define VLLM_FL_EACH(kernel, ...) \
@@ -183,5 +228,8 @@ void rotary(const Rotary& a, int64_t begin, int64_t end) {
 #define VLLM_FL_KERNELS(name)                                                       \
   {                                                                                 \
     name, VLLM_FL_EACH(gated, Silu, ), VLLM_FL_EACH(gated, GeluErf, ),              \
-        VLLM_FL_EACH(gated, GeluTanh, ), VLLM_FL_EACH_PAIR(norm), VLLM_FL_EACH_PAIR(rotary) \
+        VLLM_FL_EACH(gated, GeluTanh, ), VLLM_FL_EACH_PAIR(norm), VLLM_FL_EACH_PAIR(rotary), \
+        {{qk_norm_rope<float, float>, qk_norm_rope<float, float>},                  \
+         {qk_norm_rope<BFloat16, BFloat16>, qk_norm_rope<BFloat16, float>},         \
+         {qk_norm_rope<Float16, Float16>, qk_norm_rope<Float16, float>}}            \
   }

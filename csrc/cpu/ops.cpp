@@ -49,16 +49,22 @@ void run(Kernel<Arguments> kernel, const Arguments& arguments, int64_t rows, int
                    [&](int64_t begin, int64_t end) { kernel(arguments, begin, end); });
 }
 
-// The rows of a matrix whose last stride is 1, in memory of their own.
-TensorBase copy_of(const TensorBase& matrix) {
-  TensorBase copy = at::detail::empty_cpu(matrix.sizes(), matrix.scalar_type());
-  const size_t row = matrix.size(1) * matrix.element_size();
-  const char* from = static_cast<const char*>(data_of(matrix));
+// A vector, or the rows of a matrix, whose last stride is 1, in memory of their own.
+TensorBase copy_of(const TensorBase& x) {
+  TensorBase copy = at::detail::empty_cpu(x.sizes(), x.scalar_type());
+  const bool is_matrix = x.dim() == 2;
+  const size_t row = x.size(-1) * x.element_size();
+  const char* from = static_cast<const char*>(data_of(x));
   char* to = static_cast<char*>(copy.mutable_data_ptr());
-  for (int64_t r = 0; r < matrix.size(0); r++, to += row) {
-    std::memcpy(to, from + r * matrix.stride(0) * matrix.element_size(), row);
+  for (int64_t r = 0; r < (is_matrix ? x.size(0) : 1); r++, to += row) {
+    std::memcpy(to, is_matrix ? from + r * x.stride(0) * x.element_size() : from, row);
   }
   return copy;
+}
+
+// What is read, or a copy where it shares memory with what is written.
+TensorBase apart_from(const TensorBase& read, const TensorBase& written) {
+  return overlap(read, written) ? copy_of(read) : read;
 }
 
 Norm norm_of(const TensorBase& x, Maybe weight, double epsilon, Size variance_size,
@@ -154,6 +160,25 @@ std::pair<TensorBase, TensorBase> fused_add_rms_norm(const TensorBase& x,
 
 namespace {
 
+using Positions = c10::SmallVector<int64_t, 64>;
+
+// Copies, so that what was checked is what is used. To be called before anything is written.
+Positions checked_positions(const char* op, const TensorBase& positions,
+                            const TensorBase& cos_sin_cache) {
+  const int64_t tokens = positions.numel(), known = cos_sin_cache.size(0);
+  const void* given = data_of(positions);
+  const bool are_64_bit = positions.scalar_type() == at::kLong;
+  Positions checked(tokens);
+  for (int64_t token = 0; token < tokens; token++) {
+    const int64_t position = are_64_bit ? static_cast<const int64_t*>(given)[token]
+                                        : static_cast<const int32_t*>(given)[token];
+    checked[token] = position;
+    TORCH_CHECK_INDEX(position >= 0 && position < known, op, ": position ", position,
+                      " of token ", token, " is not within the cache's ", known);
+  }
+  return checked;
+}
+
 Turned turned_of(const TensorBase& x, int64_t tokens, int64_t head_size) {
   Turned turned{};
   if (!x.numel()) return turned;
@@ -181,17 +206,7 @@ void rotary_embedding(const TensorBase& positions, const TensorBase& query, Mayb
   rotary.half = rotary_dim / 2;
   rotary.head_size = head_size;
   rotary.is_neox = is_neox;
-  const int64_t known = cos_sin_cache.size(0);
-  const void* given = data_of(positions);
-  const bool are_64_bit = positions.scalar_type() == at::kLong;
-  c10::SmallVector<int64_t, 64> checked(tokens);
-  for (int64_t token = 0; token < tokens; token++) {  // before anything is written
-    const int64_t position = are_64_bit ? static_cast<const int64_t*>(given)[token]
-                                        : static_cast<const int32_t*>(given)[token];
-    checked[token] = position;
-    TORCH_CHECK_INDEX(position >= 0 && position < known, "rotary_embedding: position ", position,
-                      " of token ", token, " is not within the cache's ", known);
-  }
+  const Positions checked = checked_positions("rotary_embedding", positions, cos_sin_cache);
   rotary.positions = checked.data();
   rotary.turned[0] = turned_of(query, tokens, head_size);
   const bool same = key != nullptr && key->is_same(query);
@@ -199,6 +214,56 @@ void rotary_embedding(const TensorBase& positions, const TensorBase& query, Mayb
   int64_t per_token = query.numel() / tokens + (key == nullptr ? 0 : key->numel() / tokens);
   run(kernels().rotary[type_index(query.scalar_type())][type_index(cos_sin_cache.scalar_type())],
       rotary, tokens, per_token);
+}
+
+std::string fused_qk_norm_rope_refusal(const TensorBase& qkv, const HeadCounts& heads,
+                                       int64_t head_dim, const TensorBase& q_weight,
+                                       const TensorBase& k_weight,
+                                       const TensorBase& cos_sin_cache,
+                                       const TensorBase& position_ids) {
+  VLLM_FL_RETURN_REFUSAL(norm_rope_refusal(qkv, heads, head_dim, q_weight, k_weight,
+                                           cos_sin_cache, position_ids));
+  if (q_weight.scalar_type() != qkv.scalar_type() && q_weight.scalar_type() != at::kFloat) {
+    return text("q_weight is ", q_weight.dtype(), ", qkv is ", qkv.dtype());
+  }
+  if (k_weight.scalar_type() != q_weight.scalar_type()) {
+    return text("q_weight is ", q_weight.dtype(), ", k_weight is ", k_weight.dtype());
+  }
+  if (cos_sin_cache.scalar_type() != qkv.scalar_type()) {
+    return text("cos_sin_cache is ", cos_sin_cache.dtype(), ", qkv is ", qkv.dtype());
+  }
+  return {};
+}
+
+void fused_qk_norm_rope(const TensorBase& qkv, const HeadCounts& heads, int64_t head_dim,
+                        double eps, const TensorBase& q_weight, const TensorBase& k_weight,
+                        const TensorBase& cos_sin_cache, bool is_neox,
+                        const TensorBase& position_ids) {
+  constexpr const char* op = "fused_qk_norm_rope";
+  raise_if(op, fused_qk_norm_rope_refusal(qkv, heads, head_dim, q_weight, k_weight, cos_sin_cache,
+                                          position_ids));
+  if (!qkv.numel()) return;
+  const Positions checked = checked_positions(op, position_ids, cos_sin_cache);
+  const TensorBase of_query = apart_from(q_weight, qkv), of_key = apart_from(k_weight, qkv);
+  const TensorBase cache = apart_from(cos_sin_cache, qkv);
+  QkNormRope arguments{};
+  rows_of(qkv, arguments.rows);
+  arguments.q_weight = data_of(of_query);
+  arguments.k_weight = data_of(of_key);
+  arguments.q_heads = heads.query;
+  arguments.k_heads = heads.key;
+  arguments.head_dim = head_dim;
+  arguments.epsilon = static_cast<float>(eps);
+  arguments.positions = checked.data();
+  arguments.cache = data_of(cache);
+  arguments.cache_stride = cache.stride(0);
+  arguments.half = cos_sin_cache.size(1) / 2;
+  arguments.is_neox = is_neox;
+  arguments.qkv = written_data_of(qkv);
+  const int type = type_index(qkv.scalar_type());
+  const bool wider = q_weight.scalar_type() != qkv.scalar_type();
+  run(kernels().qk_norm_rope[type][wider], arguments, qkv.size(0),
+      (heads.query + heads.key) * head_dim);
 }
 
 }  // namespace vllm_fl

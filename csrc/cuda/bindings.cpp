@@ -35,32 +35,6 @@ PyObject* supports_cache(PyObject*, Arguments args, Py_ssize_t count) {
   END_HANDLE_TH_ERRORS
 }
 
-HeadCounts head_counts(Arguments args) {
-  return {integer(args[1]), integer(args[2]), integer(args[3])};
-}
-
-PyObject* norm_rope_function(PyObject*, Arguments args, Py_ssize_t count) {
-  HANDLE_TH_ERRORS
-  expect(count, 11);
-  VLLM_FL_PROFILED("vllm_fl_C::fused_qk_norm_rope");
-  fused_qk_norm_rope(tensor(args[0], "qkv"), head_counts(args), integer(args[4]),
-                     number(args[5]), tensor(args[6], "q_weight"), tensor(args[7], "k_weight"),
-                     tensor(args[8], "cos_sin_cache"), truth(args[9]),
-                     tensor(args[10], "position_ids"));
-  return Py_NewRef(args[0]);
-  END_HANDLE_TH_ERRORS
-}
-
-PyObject* supports_norm_rope(PyObject*, Arguments args, Py_ssize_t count) {
-  HANDLE_TH_ERRORS
-  expect(count, 11);
-  return verdict(fused_qk_norm_rope_refusal(
-      tensor(args[0], "qkv"), head_counts(args), integer(args[4]), tensor(args[6], "q_weight"),
-      tensor(args[7], "k_weight"), tensor(args[8], "cos_sin_cache"),
-      tensor(args[10], "position_ids")));
-  END_HANDLE_TH_ERRORS
-}
-
 #if defined(VLLM_FL_TUNE)
 PyObject* tune_function(PyObject*, Arguments args, Py_ssize_t count) {
   HANDLE_TH_ERRORS
@@ -95,12 +69,6 @@ PyMethodDef methods[] = {
     VLLM_FL_METHOD("supports_reshape_and_cache_flash", supports_cache,
                    "supports_reshape_and_cache_flash(key, value, key_cache, value_cache, "
                    "slot_mapping, kv_cache_dtype, k_scale, v_scale)"),
-    VLLM_FL_METHOD("fused_qk_norm_rope", norm_rope_function,
-                   "fused_qk_norm_rope(qkv, num_heads_q, num_heads_k, num_heads_v, head_dim, eps, "
-                   "q_weight, k_weight, cos_sin_cache, is_neox, position_ids); in place"),
-    VLLM_FL_METHOD("supports_fused_qk_norm_rope", supports_norm_rope,
-                   "supports_fused_qk_norm_rope(qkv, num_heads_q, num_heads_k, num_heads_v, "
-                   "head_dim, eps, q_weight, k_weight, cos_sin_cache, is_neox, position_ids)"),
 #if defined(VLLM_FL_TUNE)
     VLLM_FL_METHOD("tune", tune_function, "tune(choice, value); -1: as it is without it"),
     {"choices", choices_function, METH_NOARGS, "The names of the choices."},
@@ -118,15 +86,6 @@ void reshape_and_cache_flash_op(const Tensor& key, const Tensor& value, Tensor& 
                           {kv_cache_dtype.data(), kv_cache_dtype.size()});
 }
 
-void fused_qk_norm_rope_op(Tensor& qkv, int64_t num_heads_q, int64_t num_heads_k,
-                           int64_t num_heads_v, int64_t head_dim, double eps,
-                           const Tensor& q_weight, const Tensor& k_weight,
-                           const Tensor& cos_sin_cache, bool is_neox,
-                           const Tensor& position_ids) {
-  fused_qk_norm_rope(qkv, {num_heads_q, num_heads_k, num_heads_v}, head_dim, eps, q_weight,
-                     k_weight, cos_sin_cache, is_neox, position_ids);
-}
-
 }  // namespace
 
 TORCH_LIBRARY_FRAGMENT(vllm_fl_C, library) {
@@ -134,16 +93,11 @@ TORCH_LIBRARY_FRAGMENT(vllm_fl_C, library) {
   define(library, "reshape_and_cache_flash_",
          "(Tensor key, Tensor value, Tensor(a!) key_cache, Tensor(b!) value_cache, "
          "Tensor slot_mapping, str kv_cache_dtype, Tensor k_scale, Tensor v_scale) -> ()");
-  define(library, "fused_qk_norm_rope_",
-         "(Tensor(a!) qkv, int num_heads_q, int num_heads_k, int num_heads_v, int head_dim, "
-         "float eps, Tensor q_weight, Tensor k_weight, Tensor cos_sin_cache, bool is_neox, "
-         "Tensor position_ids) -> ()");
 }
 
 TORCH_LIBRARY_IMPL(vllm_fl_C, CUDA, library) {
   implement_operators(library);
   library.impl("reshape_and_cache_flash_", reshape_and_cache_flash_op);
-  library.impl("fused_qk_norm_rope_", fused_qk_norm_rope_op);
 }
 
 PyMODINIT_FUNC PyInit__C_cuda() { return PyModule_Create(&module_definition); }

@@ -20,19 +20,4 @@ void reshape_and_cache_flash(const TensorBase& key, const TensorBase& value,
                              const TensorBase& key_cache, const TensorBase& value_cache,
                              const TensorBase& slot_mapping, std::string_view kv_cache_dtype);
 
-struct HeadCounts {
-  int64_t query, key, value;
-};
-
-// In place on qkv: (tokens, all heads * head_dim), its last stride 1.
-std::string fused_qk_norm_rope_refusal(const TensorBase& qkv, const HeadCounts& heads,
-                                       int64_t head_dim, const TensorBase& q_weight,
-                                       const TensorBase& k_weight,
-                                       const TensorBase& cos_sin_cache,
-                                       const TensorBase& position_ids);
-void fused_qk_norm_rope(const TensorBase& qkv, const HeadCounts& heads, int64_t head_dim,
-                        double eps, const TensorBase& q_weight, const TensorBase& k_weight,
-                        const TensorBase& cos_sin_cache, bool is_neox,
-                        const TensorBase& position_ids);
-
 }  // namespace vllm_fl

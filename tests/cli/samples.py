@@ -128,6 +128,9 @@ HOOKS: dict[str, Any] = {
         }
     ],
     "awaited": ["vllm.model_executor.layers.layernorm"],
+    "with_a_model": [
+        {"name": "forward of modules like Qwen3's attention", "purpose": "serve fused_qk_norm_rope"}
+    ],
 }
 
 

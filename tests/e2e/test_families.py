@@ -4,10 +4,12 @@ and the route table shows what serves each op of the family."""
 
 import pytest
 
-from tests.native import CPU_IMPL, NATIVE
+from tests.native import CPU_IMPL, CPU_NAMESPACE, NATIVE
 
 pytestmark = pytest.mark.e2e
 
+FUSED = "fused_qk_norm_rope"
+PART = f"part of {FUSED}"
 LLAMA = {
     "rms_norm": CPU_IMPL,
     "fused_add_rms_norm": CPU_IMPL,
@@ -60,8 +62,36 @@ def test_float32_tokens_equal_those_of_vllm_alone(engine, model, sampling) -> No
 @each_family
 def test_the_route_table_shows_the_ops_of_the_family(engine, model, sampling) -> None:
     [rank] = engine(model, sampling=sampling)["routes"]
-    rows = {row["op"]: row for row in rank["ops"] if row["op"] in FAMILIES[model]}
-    assert {op: row["impl_id"] for op, row in rows.items()} == FAMILIES[model]
-    assert all(row["calls"] > 0 for row in rows.values()), rows
-    norms = [row["bound"] for op, row in rows.items() if "norm" in op]
-    assert norms == [LAYERS_BOUND[model]] * 2
+    rows = [row for row in rank["ops"] if row["op"] in FAMILIES[model]]
+    assert {row["op"]: row["impl_id"] for row in rows} == FAMILIES[model]
+    assert all(row["calls"] > 0 for row in rows if row["reason"] != PART), rows
+    for norm in (op for op in FAMILIES[model] if "norm" in op):
+        bound = [row["bound"] for row in rows if row["op"] == norm]
+        assert sum(bound) == LAYERS_BOUND[model]
+
+
+QWEN3 = [pytest.mark.extended, pytest.mark.skipif(not NATIVE, reason="vLLM has no kernel for CPUs")]
+
+
+@pytest.mark.parametrize("model", [pytest.param("tiny", marks=QWEN3, id="tiny_qwen3")])
+def test_norms_and_rope_of_qwen3_are_one_kernel_that_changes_no_token(
+    engine, model, sampling
+) -> None:
+    ours = engine(model, sampling=sampling)
+    apart = engine(model, {"VLLM_FL_PER_OP": f"{FUSED}=native"}, sampling=sampling)
+    stock = engine.stock(model, sampling=sampling)
+    assert ours["tokens"] == apart["tokens"] == stock["tokens"]
+    kernel = f"{CPU_NAMESPACE}::{FUSED}"
+    assert kernel in ours["operators"]
+    assert kernel not in apart["operators"]
+    assert f"{CPU_NAMESPACE}::rotary_embedding" in apart["operators"]
+    assert f"{CPU_NAMESPACE}::rotary_embedding" not in ours["operators"]
+    [rank], [other] = ours["routes"], apart["routes"]
+    found = [(r["op"], r["impl_id"], r["bound"]) for r in rank["ops"] if r["reason"] == PART]
+    assert found == [("rms_norm", CPU_IMPL, 4), ("rotary_embedding", CPU_IMPL, 1)]
+    calls = {r["op"]: r["calls"] for r in rank["ops"] if r["reason"] != PART}
+    assert calls[FUSED] > 0 and calls[FUSED] % 2 == 0  # a call of each of the two layers a step
+    assert calls["rms_norm"] < calls[FUSED]  # the first layer's input alone
+    [row] = [r for r in other["ops"] if r["op"] == FUSED]
+    assert (row["impl_id"], row["bound"], row["calls"]) == ("native", 2, 0)
+    assert not [r for r in other["ops"] if r["reason"] == PART]

@@ -3,7 +3,7 @@ import os
 
 import pytest
 
-from tests.native import CPU_IMPL
+from tests.native import CPU_IMPL, NATIVE
 
 pytestmark = [pytest.mark.e2e, pytest.mark.extended]
 
@@ -22,6 +22,8 @@ def test_two_ranks_have_equal_route_tables_and_the_tokens_of_one(engine) -> None
     assert first["pid"] != second["pid"]
     assert first["ops"] == second["ops"]
     for row in first["ops"]:
+        if row["op"] == "fused_qk_norm_rope" and not NATIVE:
+            continue  # vLLM has no kernel of it for CPUs
         assert row["impl_id"] == CPU_IMPL
-        assert row["calls"] > 0
+        assert row["calls"] > 0 or row["reason"] == "part of fused_qk_norm_rope"
     assert reply["tokens"] == engine("tiny")["tokens"]

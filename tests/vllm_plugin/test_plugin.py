@@ -14,6 +14,7 @@ from vllm_fl.dispatch import ConfigError, SelectionPolicy, get_default_manager
 from vllm_fl.dispatch.config import load_config, variable_names
 from vllm_fl.vllm_plugin import hooks, plugin
 from vllm_fl.vllm_plugin.functions import FUNCTIONS
+from vllm_fl.vllm_plugin.fusions.serve import NAMES
 from vllm_fl.vllm_plugin.layers import LAYERS
 from vllm_fl.vllm_plugin.layers.serve import records
 
@@ -42,14 +43,9 @@ SERVED = {
     "vllm.model_executor.layers.rotary_embedding.mrope": ["MRotaryEmbedding"],
 }
 """The classes whose constructors are hooked."""
-VALID = (
-    "fatrelu_and_mul, gelu_and_mul, gelu_fast, gelu_new, gemma_rms_norm, layer_norm, "
-    "mrotary_embedding, mul_and_silu, quick_gelu, relu2, rms_norm, rms_norm_gated, "
-    "rotary_embedding, silu_and_mul, silu_and_mul_with_clamp, swigluoai_and_mul"
+VALID = ", ".join(
+    sorted({spec.name for spec in LAYERS} | {spec.op for spec in FUNCTIONS} | {*NAMES})
 )
-
-
-VALID = ", ".join(sorted({spec.name for spec in LAYERS} | {spec.op for spec in FUNCTIONS}))
 """What the OOT lists may name."""
 
 

@@ -27,8 +27,8 @@ def diagnose(
         versions: what `installed_versions` returns.
         imports: package to what went wrong when it was imported, or None.
         found: what `inventory` returns, or {"error"} where there is none.
-        hooks: {"error", "vllm", "enabled", "device", "installed", "awaited"}; only "error"
-            where there is one.
+        hooks: {"error", "vllm", "enabled", "device", "installed", "awaited", "with_a_model"}; only
+            "error" where there is one.
         native: what `native_kernels` returns.
         platform: what `platform_choice.describe` returns, with "error", "active" (the class of
             vLLM's platform) and "shims"; None where there is no vLLM.

@@ -212,4 +212,7 @@ def _print_hooks(hooks: Mapping[str, Any], stream: TextIO) -> None:
         for hook in hooks["installed"]
     ]
     rows += [(module, "hook what it holds", "when imported") for module in hooks["awaited"]]
+    rows += [
+        (hook["name"], hook["purpose"], "when a model is loaded") for hook in hooks["with_a_model"]
+    ]
     print_table(stream, ("where", "what for", "state"), rows)

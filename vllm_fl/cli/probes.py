@@ -217,6 +217,7 @@ def _hooks(tell: Tell, skip: Skip = ()) -> dict[str, Any]:
     """What the plugin does in a process of vLLM: it is registered here as vLLM does it."""
     from ..dispatch.default import get_default_manager
     from ..vllm_plugin import hooks, plugin
+    from ..vllm_plugin.fusions.serve import HOOKED
 
     plugin.register()
     manager = get_default_manager()
@@ -232,6 +233,10 @@ def _hooks(tell: Tell, skip: Skip = ()) -> dict[str, Any]:
         ],
         "awaited": list(hooks.awaited()),
         "platform": _active_platform(),
+        "with_a_model": [
+            {"name": name, "purpose": purpose}
+            for name, purpose in (HOOKED if manager.config.enabled else ())
+        ],
     }
 
 

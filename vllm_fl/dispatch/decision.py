@@ -7,6 +7,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from .fusion import ONE_BY_ONE, why_not_fused, with_native
 from .notes import annotate_facts, annotate_guard
 from .policy import NATIVE, SelectionPolicy, token_matches
 from .types import (
@@ -49,7 +50,8 @@ class Loser:
         impl_id: its id, or "native".
         code: "device", "requires", "unavailable", "probe_error", "load_error",
             "denied_vendor", "not_allowed_vendor", "flagos_list", "batch_invariant",
-            "not_in_order", "layer_guard", "call_guard", "not_a_layer", "late", "after_winner".
+            "fusion", "not_in_order", "layer_guard", "call_guard", "not_a_layer", "late",
+            "after_winner".
         reason: one sentence.
     """
 
@@ -207,6 +209,7 @@ def decide(
     layer: bool = False,
     dispatch_compiled: bool = False,
     batch_invariant: bool = False,
+    parts: Mapping[str, OpImpl | None] | None = None,
     sources: Mapping[str, str] | None = None,
 ) -> Decision:
     """Choose for one op. Reads nothing but its arguments.
@@ -221,6 +224,7 @@ def decide(
         dispatch_compiled: in compiled mode a layer's op is native unless this is set or the
             policy has an order for the op.
         batch_invariant: only implementations that are marked so.
+        parts: for an op that fuses others, what serves each of those.
         sources: policy field (or "per_op_order.<op>") to where its value came from.
     """
     if facts is None:
@@ -238,6 +242,9 @@ def decide(
         tokens = policy.order_for(op_name, mode)
         named = [i for i in impls if any(token_matches(token, i) for token in tokens)]
         ordered.insert(len(named), NATIVE)
+    fused = signature if signature is not None and signature.fuses and layer else None
+    if fused is not None:
+        ordered = with_native(ordered, mode)
     losers: list[Loser] = []
     usable: list[OpImpl] = []
     first_rejected: Loser | None = None
@@ -255,6 +262,8 @@ def decide(
             continue
         # Compared with None throughout, because a Rejected is false.
         refusal = _policy_refusal(op_name, candidate, policy, batch_invariant)
+        if refusal is None and fused is not None and not native:
+            refusal = why_not_fused(candidate, fused, policy, mode, parts or {})
         if refusal is None and not native:
             refusal = _as_refusal(availability(candidate))
             if refusal is None:
@@ -284,7 +293,7 @@ def decide(
         mode=mode,
         winner=winner,
         native=native,
-        reason=_reason(op_name, winner, native, policy, impls, sources or {}, mode),
+        reason=_reason(op_name, winner, native, policy, impls, sources or {}, mode, fused),
         losers=tuple(losers),
         candidates=() if native else tuple(usable),
         first_choice_rejected=first_rejected,
@@ -376,12 +385,15 @@ def _reason(
     impls: Sequence[OpImpl],
     sources: Mapping[str, str],
     mode: str,
+    fused: OpSignature | None,
 ) -> str:
     tokens = policy.order_for(op_name, mode)
     per_op = sources.get(f"per_op_order.{policy.order_key(op_name, mode)}", "the policy")
+    if native and fused is not None and mode == "compiled":
+        return LEFT_TO_COMPILER  # whatever the order says: see fusion.py
     if native and NATIVE not in tokens:
         unusable = f"; nothing that the order for {op_name} names can be used" if tokens else ""
-        return LEFT_TO_COMPILER + unusable
+        return (ONE_BY_ONE if mode == "eager" else LEFT_TO_COMPILER) + unusable
     if native:
         return f"the order for {op_name} names native (from {per_op})"
     if winner is None:

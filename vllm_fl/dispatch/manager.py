@@ -285,19 +285,23 @@ class OpManager:
                 f"{did_you_mean(op_name, snapshot.declarations)}"
             )
         target = device or self.device
+        signature = snapshot.declarations.get(op_name)
+        fuses = signature.fuses if signature is not None and layer else ()
+        alike: dict[str, Any] = {"device": device, "mode": mode, "batch_invariant": batch_invariant}
         decision = decide(
             op_name,
             impls,
             policy,
             target,
             availability=lambda impl: self._availability_on(impl, target),
-            signature=snapshot.declarations.get(op_name),
+            signature=signature,
             facts=facts,
             call=call,
             mode=mode,
             layer=layer,
             dispatch_compiled=dispatch_compiled,
             batch_invariant=batch_invariant,
+            parts={part: self.decide(part, layer=True, **alike).winner for part in fuses},
             sources=sources,
         )
         if self._frozen is None:

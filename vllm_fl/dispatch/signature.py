@@ -50,6 +50,8 @@ class OpSignature:
         fact_names: the keys of that mapping, i.e. what `bind(op, **facts)` takes.
         selector: True for a question of configuration (it returns a class path, not
             tensors): no reference, no torch op.
+        fuses: the ops that it does in one. vLLM calls those one by one, so this one has to be
+            worth it; see `vllm_fl.dispatch.fusion`.
         summary: one line for people.
     """
 
@@ -59,6 +61,7 @@ class OpSignature:
     facts: Callable[..., Mapping[str, Any]] | None = field(default=None, compare=False)
     fact_names: tuple[str, ...] = ()
     selector: bool = False
+    fuses: tuple[str, ...] = ()
     summary: str = field(default="", compare=False)
 
     def __post_init__(self) -> None:
@@ -80,6 +83,7 @@ class OpSignature:
         facts: Callable[..., Mapping[str, Any]] | None = None,
         fact_names: tuple[str, ...] = (),
         selector: bool = False,
+        fuses: tuple[str, ...] = (),
         summary: str = "",
     ) -> OpSignature:
         """Build a signature from text such as ``"rms_norm(x, weight, epsilon=1e-6)"``."""
@@ -104,6 +108,7 @@ class OpSignature:
             facts=facts,
             fact_names=fact_names,
             selector=selector,
+            fuses=fuses,
             summary=summary,
         )
 

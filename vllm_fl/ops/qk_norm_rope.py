@@ -211,6 +211,7 @@ FUSED_QK_NORM_ROPE = OpContract(
         inplace=("qkv",),
         facts=_facts,
         fact_names=_FACTS,
+        fuses=("rms_norm", "rotary_embedding"),
         summary=(
             "Norms each query and key head by its root mean square, times q_weight or k_weight, "
             "and rotates its first rotary_dim channels by its token's position; values stay as "

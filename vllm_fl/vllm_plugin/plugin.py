@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from ..dispatch.config import ADDITIONAL_CONFIG, Config, check_names, variable_names
 from ..dispatch.default import get_default_manager
+from ..dispatch.log import logger
 from . import hooks
 
 if TYPE_CHECKING:
@@ -45,8 +46,10 @@ def register() -> None:
 def unregister() -> None:
     """Take every hook back. Layers that were built keep what they were bound to."""
     from .functions.serve import release
+    from .fusions.serve import release as release_modules
 
     release()
+    release_modules()
     hooks.uninstall_all()
 
 
@@ -82,15 +85,16 @@ def _fingerprint() -> str:
 
 
 def check_layer_names(config: Config) -> None:
-    """Refuse names in the OOT lists that no served layer or function has.
+    """Refuse names in the OOT lists that no served layer, function or module has.
 
     Raises:
         ConfigError: naming the source, and the valid names.
     """
     from .functions import FUNCTIONS
+    from .fusions.serve import NAMES
     from .layers import LAYERS
 
-    valid = sorted({spec.name for spec in LAYERS} | {spec.op for spec in FUNCTIONS})
+    valid = sorted({spec.name for spec in LAYERS} | {spec.op for spec in FUNCTIONS} | {*NAMES})
     for name in ("oot_whitelist", "oot_blacklist"):
         source = config.sources.get(name, name)
         check_names(config.values.get(name, ()), valid, what="layer", source=source)
@@ -182,7 +186,8 @@ def _around_init_device(original: Any) -> Callable[..., Any]:
 
         manager = get_default_manager()
         manager.set_device(observed(manager.device))  # it is initialised now
-        self.worker.load_model = _freezing(self.worker.load_model, _compiles(self.vllm_config))
+        compiles = _compiles(self.vllm_config)
+        self.worker.load_model = _freezing(self.worker.load_model, compiles, self.worker)
         _warm_up_before(self.worker)
         return result
 
@@ -218,19 +223,34 @@ def _compiles(vllm_config: Any) -> bool:
     return mode_of(vllm_config) == COMPILED
 
 
-def _freezing(load_model: Callable[..., Any], compiled: bool = False) -> Callable[..., Any]:
+def _freezing(
+    load_model: Callable[..., Any], compiled: bool = False, worker: Any = None
+) -> Callable[..., Any]:
     @functools.wraps(load_model)
     def load_and_freeze(*args: Any, **kwargs: Any) -> Any:
         from .functions import FUNCTIONS
         from .functions.serve import bind
+        from .fusions.serve import bind as bind_modules
         from .layers.serve import settle
         from .routes import log_summary
 
         result = load_model(*args, **kwargs)
         settle()
+        model = _model_of(worker)
+        if model is not None:
+            bind_modules(model, compiled=compiled)
         bind(FUNCTIONS, compiled=compiled)
         get_default_manager().freeze()
         log_summary()
         return result
 
     return load_and_freeze
+
+
+def _model_of(worker: Any) -> Any:
+    """The model that a worker has loaded, or None where it does not tell."""
+    try:
+        return worker.get_model()
+    except (AttributeError, NotImplementedError) as error:
+        logger.debug("%s does not tell its model: %r", type(worker).__name__, error)
+        return None

@@ -19,6 +19,7 @@ from typing import Any
 from ..dispatch.binding import Binding, reachable
 from ..dispatch.log import logger
 from .functions.serve import records as functions
+from .fusions.serve import records as modules
 from .layers.serve import records as layers
 
 __all__ = ["compiling", "token_counts", "warm_up", "warming"]
@@ -42,6 +43,7 @@ def compiling() -> dict[str, tuple[str, ...]]:
     """Implementations in use that are compiled when first called, and the ops they serve."""
     found: dict[str, dict[str, None]] = {}
     bindings = [served.binding for record in layers for served in record.ops]
+    bindings += [served.binding for record in modules for served in record.ops]
     bindings += [served.binding for record in functions for served in record.ops]
     for binding in bindings:
         for impl_id in () if binding is None else _compiled(binding):

@@ -132,6 +132,8 @@ class ServedLayer:
         class_name: of the layer.
         mode: "eager" or "compiled".
         ops: its ops.
+        name: of the layer's spec.
+        refused: why the layer as a whole is not served, or None.
         bound: what its forward was bound to, None where all is native. It is gone where
             somebody pointed the forward elsewhere since.
     """
@@ -140,6 +142,8 @@ class ServedLayer:
     class_name: str
     mode: str
     ops: tuple[ServedOp, ...]
+    name: str
+    refused: str | None = None
     bound: weakref.ref[BoundLayer] | None = None
 
     @property
@@ -198,7 +202,7 @@ class BoundLayer:
         bound = BoundLayer(layer, self.spec, self.facts, self.asked, native)
         bound.scope = self.scope
         ops = tuple(replace(op, calls=op.entry.calls if op.entry else {}) for op in self.record.ops)
-        bound.take(_record(layer, self.record.mode, ops))
+        bound.take(_record(layer, self.record.mode, ops, self.spec.name))
         return bound
 
     def __reduce__(self) -> tuple[Any, ...]:
@@ -214,12 +218,14 @@ records: list[ServedLayer] = []
 """Every layer of this process that was looked at, in the order in which they were built."""
 
 
-def _record(layer: Any, mode: str, ops: tuple[ServedOp, ...]) -> ServedLayer:
+def _record(
+    layer: Any, mode: str, ops: tuple[ServedOp, ...], name: str, refused: str | None = None
+) -> ServedLayer:
     def forget(_: object) -> None:
         with contextlib.suppress(ValueError):  # a test emptied the list
             records.remove(record)
 
-    record = ServedLayer(weakref.ref(layer, forget), type(layer).__name__, mode, ops)
+    record = ServedLayer(weakref.ref(layer, forget), type(layer).__name__, mode, ops, name, refused)
     records.append(record)
     return record
 
@@ -236,7 +242,7 @@ def serve(layer: Any, spec: LayerSpec, base: type, *, donate: bool) -> None:
     facts = spec.facts(layer)
     asked = Asked(spec.name, mode, bool(layer.enabled() or layer._enforce_enable), donate)
     ops = tuple(bind_served(op_name, of_op, asked, native) for op_name, of_op in facts.items())
-    record = _record(layer, mode, ops)
+    record = _record(layer, mode, ops, spec.name, native)
     if any(served.binding is not None for served in ops):
         bound = BoundLayer(layer, spec, facts, asked, layer._forward_method)
         bound.take(record)

@@ -14,7 +14,12 @@ from typing import Any
 import torch
 
 from vllm_fl.backends.vendor.cpu.fl import backend, kernels
-from vllm_fl.backends.vendor.cpu.impl_fl import activation, normalization, rotary  # noqa: F401
+from vllm_fl.backends.vendor.cpu.impl_fl import (  # noqa: F401  (importing marks them)
+    activation,
+    normalization,
+    qk_norm_rope,
+    rotary,
+)
 from vllm_fl.ops import CONTRACTS
 from vllm_fl.testing import outputs_of, worst_errors
 
@@ -90,6 +95,20 @@ def rope(rng: random.Random, dtype: torch.dtype) -> tuple[Any, ...]:
     return positions, query, key, head_size, cache, rng.random() < 0.5
 
 
+def norm_rope(rng: random.Random, dtype: torch.dtype) -> tuple[Any, ...]:
+    """Arguments of fused_qk_norm_rope: any heads, weights of the projection's dtype or float32."""
+    tokens, head_dim = rng.choice((0, 1, 4, 7)), rng.choice((2, 7, 16, 36, 61, 64, 80, 128, 256))
+    heads = (rng.choice((1, 3, 8)), rng.choice((1, 2)), rng.choice((0, 1, 2)))
+    qkv = rows(rng, dtype, (tokens,), sum(heads) * head_dim)
+    of_weight = rng.choice((dtype, torch.float32))
+    weights = (rows(rng, of_weight, (), head_dim) for _ in range(2))
+    rotary_dim = 2 * rng.randint(1, head_dim // 2)
+    cache = rows(rng, dtype, (50,), rotary_dim).clamp(-1, 1)
+    index = rng.choice((torch.int64, torch.int32))
+    positions = torch.tensor([rng.randrange(50) for _ in range(tokens)], dtype=index)
+    return qkv, *heads, head_dim, 1e-5, *weights, cache, rng.random() < 0.5, positions
+
+
 COLUMNS = ", the last not 1"
 """What a guard says of rows that are columns, which some cases have: it must refuse them."""
 
@@ -102,6 +121,7 @@ MAKERS = {
     "gemma_rms_norm": lambda rng, dtype: gemma(rng, dtype, 1),
     "fused_add_gemma_rms_norm": lambda rng, dtype: gemma(rng, dtype, 2),
     "rotary_embedding": rope,
+    "fused_qk_norm_rope": norm_rope,
 }
 
 

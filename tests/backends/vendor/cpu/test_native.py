@@ -57,6 +57,19 @@ def calls(dtype, tokens=5):
         "gemma_rms_norm": (x.clone(), weight, 1e-5),
         "fused_add_gemma_rms_norm": (x.clone(), residual.clone(), weight, 1e-5),
         "rotary_embedding": (positions, query, key, 64, cache, True),
+        "fused_qk_norm_rope": (
+            qkv.clone(),
+            9,
+            3,
+            3,
+            64,
+            1e-6,
+            weight[:64],
+            weight[64:128],
+            cache,
+            True,
+            positions,
+        ),
     }
 
 
@@ -98,6 +111,51 @@ def test_gemmas_norms_are_those_of_the_weight_plus_one(dtype):
         kernels.fused_add_gemma_rms_norm(x.clone(), residual.clone(), weight, 1e-5, None),
         kernels.fused_add_rms_norm(x.clone(), residual.clone(), plus_one, 1e-5, None),
     )
+
+
+@EVERY_DTYPE
+@pytest.mark.parametrize("is_neox", (True, False), ids=("neox", "gptj"))
+@pytest.mark.parametrize("rotary_dim", (64, 40, 2))
+@pytest.mark.parametrize("wide", (False, True), ids=("", "float32 weights"))
+def test_the_fusion_gives_the_bits_of_the_kernels_one_after_the_other(
+    dtype, is_neox, rotary_dim, wide
+):
+    qkv = randn((6, 8 * 64), dtype)[:, 64:]  # slices of wider rows
+    q_weight, k_weight = (
+        randn((64,), dtype, seed=s).to(torch.float32 if wide else dtype) for s in (1, 2)
+    )
+    cache, positions = randn((50, rotary_dim), dtype, seed=3), torch.arange(6) * 7
+    q, k, v = qkv.split((4 * 64, 2 * 64, 64), dim=-1)
+    normed = [
+        kernels.rms_norm(x.unflatten(-1, (-1, 64)), weight, 1e-5, None).flatten(-2)
+        for x, weight in ((q, q_weight), (k, k_weight))
+    ]
+    expected = torch.cat((*kernels.rotary_embedding(positions, *normed, 64, cache, is_neox), v), -1)
+    found = kernels.fused_qk_norm_rope(
+        qkv, 4, 2, 1, 64, 1e-5, q_weight, k_weight, cache, is_neox, positions
+    )
+    assert found is qkv
+    assert_same(found, expected)
+
+
+def test_a_position_beyond_the_cache_is_told_before_anything_is_written():
+    args = calls(torch.float32)["fused_qk_norm_rope"]
+    qkv, before = args[0], args[0].clone()
+    for wrong in (64, -1):
+        positions = args[-1].clone()
+        positions[-1] = wrong
+        with pytest.raises(IndexError, match=f"position {wrong} of token 4 is not within the"):
+            kernels.fused_qk_norm_rope(*args[:-1], positions)
+    assert_same(qkv, before)
+
+
+def test_weights_and_caches_that_lie_in_the_projection_are_read_as_they_were():
+    qkv, *args = calls(torch.float32)["fused_qk_norm_rope"]
+    args[5], args[6] = qkv[0, :64], qkv[1, 64:128]
+    args[7] = qkv.as_strided((64, 64), (1, 1), 3)
+    apart = [a.clone() if isinstance(a, torch.Tensor) else a for a in args]
+    expected = kernels.fused_qk_norm_rope(qkv.clone(), *apart)
+    assert_same(kernels.fused_qk_norm_rope(qkv, *args), expected)
 
 
 SPECIAL = (float("inf"), -float("inf"), float("nan"), 6e4, -6e4, 0.0, -0.0, -120.0, 120.0)
@@ -355,6 +413,9 @@ def long(shape):
 
 X = torch.zeros(3, 64)
 CACHE = torch.zeros(8, 64)
+QKV = torch.zeros(3, 4 * 64)
+HEADS = (2, 1, 1, 64, 1e-6)
+ONES = torch.ones(64)
 REFUSED = {
     "float64": ("silu_and_mul", (X.double(),), "dtype double of x is not float32"),
     "scalar": ("silu_and_mul", (torch.tensor(1.0),), "x has no dimension"),
@@ -406,6 +467,50 @@ REFUSED = {
         "rotary_embedding", (long(3), X, X.half(), 64, CACHE, True), "key is c10::Half"),
     "key's shape": ("rotary_embedding", (long(3), X, X[:2], 64, CACHE, True), "for 3 positions"),
     "cache's shape": ("rotary_embedding", (long(3), X, None, 64, CACHE[0], True), "cos_sin_cache"),
+    **{
+        f"fusion, {name}": ("fused_qk_norm_rope", args, says)
+        for name, (args, says) in {
+            "three dimensions": (
+                (QKV[None], *HEADS, ONES, ONES, CACHE, True, long(3)), "not two dimensions"),
+            "overlapping rows": (
+                (torch.zeros(1, 256).expand(3, 256), *HEADS, ONES, ONES, CACHE, True, long(3)),
+                "qkv overlaps itself"),
+            "heads": (
+                (QKV, 2, 1, 2, 64, 1e-6, ONES, ONES, CACHE, True, long(3)),
+                "qkv has rows of 256, not 2, 1 and 2 heads of 64"),
+            "negative heads": (
+                (QKV, 5, -1, 0, 64, 1e-6, ONES, ONES, CACHE, True, long(3)),
+                "there are 5, -1 and 0 heads of 64"),
+            "no size": (
+                (QKV, 2, 1, 1, 0, 1e-6, ONES, ONES, CACHE, True, long(3)), "heads of 0"),
+            "short weight": (
+                (QKV, *HEADS, ONES[:63], ONES, CACHE, True, long(3)), "q_weight has shape [63]"),
+            "strided weight": (
+                (QKV, *HEADS, ONES, torch.ones(128)[::2], CACHE, True, long(3)),
+                "k_weight is not contiguous"),
+            "narrow weight": (
+                (QKV, *HEADS, ONES.half(), ONES.half(), CACHE, True, long(3)),
+                "q_weight is c10::Half, qkv is float"),
+            "weights of two dtypes": (
+                (QKV.half(), *HEADS, ONES.half(), ONES, CACHE.half(), True, long(3)),
+                "q_weight is c10::Half, k_weight is float"),
+            "cache's dtype": (
+                (QKV, *HEADS, ONES, ONES, CACHE.half(), True, long(3)),
+                "cos_sin_cache is c10::Half, qkv is float"),
+            "cache's shape": (
+                (QKV, *HEADS, ONES, ONES, CACHE[0], True, long(3)), "not two dimensions"),
+            "rotary_dim": (
+                (QKV, 8, 4, 4, 16, 1e-6, ONES[:16], ONES[:16], CACHE, True, long(3)),
+                "above head_size 16"),
+            "positions' dtype": (
+                (QKV, *HEADS, ONES, ONES, CACHE, True, torch.zeros(3)), "not int32 or int64"),
+            "too few positions": (
+                (QKV, *HEADS, ONES, ONES, CACHE, True, long(2)),
+                "there are 2 position_ids for 3 tokens"),
+            "strided positions": (
+                (QKV, *HEADS, ONES, ONES, CACHE, True, long(6)[::2]), "not contiguous"),
+        }.items()
+    },
 }  # fmt: skip
 
 
@@ -503,6 +608,9 @@ def test_the_torch_ops_give_the_same_bits(dtype):
     expected = kernels.rotary_embedding(*args["rotary_embedding"])
     ops.rotary_embedding_(*turned)
     assert_same((turned[1], turned[2]), expected)
+    fused = calls(dtype)["fused_qk_norm_rope"]
+    ops.fused_qk_norm_rope_(*fused)
+    assert_same(fused[0], kernels.fused_qk_norm_rope(*args["fused_qk_norm_rope"]))
 
 
 def test_a_profile_names_the_kernels():

@@ -32,7 +32,7 @@ def arguments(op: str, dtype: torch.dtype) -> tuple[object, ...]:
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
-@pytest.mark.parametrize("op", sorted(set(IMPLS) - {"rotary_embedding"}))
+@pytest.mark.parametrize("op", sorted(set(IMPLS) - {"rotary_embedding", "fused_qk_norm_rope"}))
 def test_less_than_one_element_in_a_thousand_differs_from_the_reference(op, dtype) -> None:
     fl.backend.load()
     args = arguments(op, dtype)

@@ -9,6 +9,7 @@ from .fl import backend as fl_backend
 from .impl import activation, attention, normalization, rotary  # noqa: F401  (importing marks them)
 from .impl_fl import activation as fl_activation  # noqa: F401
 from .impl_fl import normalization as fl_normalization  # noqa: F401
+from .impl_fl import qk_norm_rope as fl_qk_norm_rope  # noqa: F401
 from .impl_fl import rotary as fl_rotary  # noqa: F401
 
 __all__ = ["register_builtins"]
