@@ -49,7 +49,7 @@ def product(**values: tuple[int, ...]) -> list[Choices]:
 
 def candidates(point: Point) -> list[Choices]:
     """What to try at a point."""
-    found: list[Choices] = [(), (("dependent", 1),)]
+    found: list[Choices] = [(), (("dependent", 0),)]
     large = point.tokens >= MANY
     if point.group in ("rms_norm", "fused_add_rms_norm"):
         variants = (0, 1, 2, 3) if large else (0,)
@@ -57,16 +57,16 @@ def candidates(point: Point) -> list[Choices]:
         if point.size == 1024:
             found += product(norm_warp=(1,), norm_variant=variants)
     elif point.group == "rms_norm of heads":
-        found += product(norm_warp_rows=(2, 4, 8, 16), norm_variant=(0, 2) if large else (0,))
+        found += product(norm_warp_rows=(8, 16), norm_variant=(0, 2) if large else (0,))
     elif point.group == "silu_and_mul":
         streams = (0, 1) if large else (0,)
         found += product(
             gated_threads=(64, 128, 256, 512), gated_unroll=(1, 2), gated_stream=streams
         )
     elif point.group == "rotary_embedding":
-        found += product(rotary_threads=(32, 64, 128, 256), rotary_heads=(1, 2, 4))
+        found += product(rotary_threads=(32, 128, 160, 256, 320), rotary_heads=(1, 2, 4))
     elif point.group == "fused_qk_norm_rope":
-        found += product(fused_threads=(32, 64, 128, 256))
+        found += product(fused_threads=(32, 64, 128), fused_heads=(1, 2, 4))
     elif point.group == "reshape_and_cache_flash":
         found += product(cache_threads=(32, 64, 128, 256))
     return found
@@ -188,7 +188,7 @@ def line(point: Point, found: dict[str, float]) -> str:
     vllm = found.get("vllm")
     return (
         f"{point.group:24}{point.size!s:>6}{point.tokens:>6} shipped {shipped:8.2f} "
-        f"dependent {found['dependent=1']:8.2f} vllm {vllm or math.nan:8.2f} "
+        f"alone {found['dependent=0']:8.2f} vllm {vllm or math.nan:8.2f} "
         f"({shipped / (vllm or math.nan):.2f}) copy {found['copy']:8.2f} "
         f"({found['copy'] / shipped:.2f}) empty {found['empty']:.2f} | best {plain[best]:8.2f} "
         f"({plain[best] / shipped:.3f}) {best}"

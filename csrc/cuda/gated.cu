@@ -125,8 +125,7 @@ gpuError launch_type(const Gated& a, const Rows& rows, gpuStream stream) {
   dim3 grid;
   if (takes_vectors(a, kLanes<T>)) {
     const int64_t vectors = a.width / kLanes<T>;
-    const GatedLaunch how =
-        gated_launch(vectors, a.rows, 3 * a.rows * a.width * static_cast<int64_t>(sizeof(T)));
+    const GatedLaunch how = gated_launch(vectors, a.rows);
     const int64_t chunks = divided_up(vectors, static_cast<int64_t>(how.columns) * how.unroll);
     if (rows_of_grid(divided_up(a.rows, how.rows), grid) && chunks <= kMaxRows) {
       grid.x = static_cast<unsigned>(chunks);

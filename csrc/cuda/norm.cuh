@@ -242,8 +242,7 @@ inline bool takes_vectors(const Norm& a, int lanes) {
 
 template <class T, bool adds, Weight weight, int vectors, bool is_block>
 gpuError launch_vectors(const Norm& a, const NormShape& shape, gpuStream stream) {
-  const int64_t bytes = a.hidden * static_cast<int64_t>(sizeof(T));
-  const NormLaunch how = norm_launch(shape, a.rows, bytes);
+  const NormLaunch how = norm_launch(shape, a.rows);
   const dim3 block(shape.threads, how.rows_per_block);
   const int64_t blocks = divided_up(a.rows, how.rows_per_block);
   const dim3 all(static_cast<unsigned>(blocks));
@@ -289,14 +288,14 @@ gpuError launch_shape(const Norm& a, const NormShape& shape, gpuStream stream) {
 
 template <class T, bool adds>
 gpuError launch_adding(const Norm& a, const NormRows& rows, gpuStream stream) {
-  const NormShape shape = norm_shape(a.hidden, kLanes<T>);
+  const NormShape shape = norm_shape(a.hidden, kLanes<T>, adds);
   const bool fits = shape.vectors <= 4 && (shape.vectors < 4 || shape.threads <= 512);
   if (fits && takes_vectors(a, kLanes<T>)) {
     const bool plain = a.weight != nullptr && a.weight_type == a.type && a.weight_offset == 0.0f;
     return plain ? launch_shape<T, adds, kPlainWeight>(a, shape, stream)
                  : launch_shape<T, adds, kAnyWeight>(a, shape, stream);
   }
-  const NormLaunch how = norm_launch(shape, a.rows, a.hidden * static_cast<int64_t>(sizeof(T)));
+  const NormLaunch how = norm_launch(shape, a.rows);
   const dim3 block(shape.threads, how.rows_per_block);
   const int64_t blocks = divided_up(a.rows, how.rows_per_block);
   const dim3 grid(static_cast<unsigned>(blocks < kMaxRows ? blocks : kMaxRows));

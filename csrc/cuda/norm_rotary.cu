@@ -70,27 +70,36 @@ __device__ __forceinline__ void norm_all(float (&v)[kLanes<T>], float scale, con
   }
 }
 
-template <class T, bool is_neox, bool has_rest>
+// Each thread has `heads` heads of one token, all of the query or all of the key, so that it reads
+// weights and angles once for all of them.
+template <class T, bool is_neox, bool has_rest, int heads>
 __global__ void __launch_bounds__(512) norm_rotary_of_vectors(const NormRotary a, const Cut cut) {
   constexpr int each = kLanes<T>;
   constexpr int kRest = has_rest ? 2 : 1;
   const int64_t token = static_cast<int64_t>(blockIdx.z) * gridDim.y + blockIdx.y;
-  const Head head = head_of(a, token);
+  const int chunk = blockIdx.x * blockDim.y + threadIdx.y;
+  const int query_chunks = (a.query_heads + heads - 1) / heads;
+  const bool is_query = chunk < query_chunks;
+  const int first = is_query ? chunk * heads : a.query_heads + (chunk - query_chunks) * heads;
+  const int end = is_query ? a.query_heads : a.query_heads + a.key_heads;
+  const int count = token < a.tokens ? end - first : 0;  // heads that there are from here on
   const int unit = threadIdx.x;
   const int low = first_of<is_neox>(unit, each), high = second_of<is_neox>(unit, each, a.half);
-  const bool turns = head.exists && unit < cut.units;
-  T* x = static_cast<T*>(a.qkv) + head.at;
-  const void* weight = head.is_query ? a.query_weight : a.key_weight;
-  const int weight_type = head.is_query ? a.query_weight_type : a.key_weight_type;
+  const bool turns = count > 0 && unit < cut.units;
+  T* x = static_cast<T*>(a.qkv) + token * a.token_stride + static_cast<int64_t>(first) * a.head_size;
+  const void* weight = is_query ? a.query_weight : a.key_weight;
+  const int weight_type = is_query ? a.query_weight_type : a.key_weight_type;
   const bool own = weight_type == TypeOf<T>::value;
   await_previous_grid();
 
   const uint4 nothing = make_uint4(0, 0, 0, 0);
-  uint4 v = nothing, w = nothing, v_weight = nothing, w_weight = nothing;
-  uint4 rest[kRest], rest_weight[kRest];
-  if (turns) {
-    v = load(x + low);
-    w = load(x + high);
+  uint4 v[heads], w[heads], v_weight = nothing, w_weight = nothing;
+  uint4 rest[heads][kRest], rest_weight[kRest];
+#pragma unroll
+  for (int h = 0; h < heads; h++) {
+    const bool here = turns && h < count;
+    v[h] = here ? load(x + h * a.head_size + low) : nothing;
+    w[h] = here ? load(x + h * a.head_size + high) : nothing;
   }
   const int64_t position = turns ? position_of(a.angles, token) : -1;
   if (turns && own) {
@@ -101,9 +110,12 @@ __global__ void __launch_bounds__(512) norm_rotary_of_vectors(const NormRotary a
 #pragma unroll
     for (int k = 0; k < kRest; k++) {
       const int i = threadIdx.x + k * blockDim.x, at = 2 * a.half + i * each;
-      const bool here = head.exists && i < cut.rest;
-      rest[k] = here ? load(x + at) : nothing;
+      const bool here = count > 0 && i < cut.rest;
       rest_weight[k] = here && own ? load(static_cast<const T*>(weight) + at) : nothing;
+#pragma unroll
+      for (int h = 0; h < heads; h++) {
+        rest[h][k] = here && h < count ? load(x + h * a.head_size + at) : nothing;
+      }
     }
   }
   float cosines[each], sines[each];
@@ -116,38 +128,42 @@ __global__ void __launch_bounds__(512) norm_rotary_of_vectors(const NormRotary a
     }
   }
 
-  Squares squares;
-  float vs[each], ws[each], rs[each];
-  unpack<T>(v, vs);
-  unpack<T>(w, ws);
 #pragma unroll
-  for (int e = 0; e < each; e++) squares.add(e, vs[e]);
+  for (int h = 0; h < heads; h++) {
+    Squares squares;
+    float vs[each], ws[each], rs[each];
+    unpack<T>(v[h], vs);
+    unpack<T>(w[h], ws);
 #pragma unroll
-  for (int e = 0; e < each; e++) squares.add(e, ws[e]);
-  if constexpr (has_rest) {
+    for (int e = 0; e < each; e++) squares.add(e, vs[e]);
 #pragma unroll
-    for (int k = 0; k < kRest; k++) {
-      unpack<T>(rest[k], rs);
+    for (int e = 0; e < each; e++) squares.add(e, ws[e]);
+    if constexpr (has_rest) {
 #pragma unroll
-      for (int e = 0; e < each; e++) squares.add(e, rs[e]);
+      for (int k = 0; k < kRest; k++) {
+        unpack<T>(rest[h][k], rs);
+#pragma unroll
+        for (int e = 0; e < each; e++) squares.add(e, rs[e]);
+      }
     }
-  }
-  const float scale = inverse_root(a, sum_of_lanes(squares.sum(), blockDim.x));
-  if (turns) {
-    norm_all<T>(vs, scale, weight, low, weight_type, v_weight);
-    norm_all<T>(ws, scale, weight, high, weight_type, w_weight);
-    turn<is_neox>(vs, ws, cosines, sines);
-    store(x + low, packed<T>(vs));
-    store(x + high, packed<T>(ws));
-  }
-  if constexpr (has_rest) {
+    const float scale = inverse_root(a, sum_of_lanes(squares.sum(), blockDim.x));
+    T* head = x + h * a.head_size;
+    if (turns && h < count) {
+      norm_all<T>(vs, scale, weight, low, weight_type, v_weight);
+      norm_all<T>(ws, scale, weight, high, weight_type, w_weight);
+      turn<is_neox>(vs, ws, cosines, sines);
+      store(head + low, packed<T>(vs));
+      store(head + high, packed<T>(ws));
+    }
+    if constexpr (has_rest) {
 #pragma unroll
-    for (int k = 0; k < kRest; k++) {
-      const int i = threadIdx.x + k * blockDim.x, at = 2 * a.half + i * each;
-      if (head.exists && i < cut.rest) {
-        unpack<T>(rest[k], rs);
-        norm_all<T>(rs, scale, weight, at, weight_type, rest_weight[k]);
-        store(x + at, packed<T>(rs));
+      for (int k = 0; k < kRest; k++) {
+        const int i = threadIdx.x + k * blockDim.x, at = 2 * a.half + i * each;
+        if (h < count && i < cut.rest) {
+          unpack<T>(rest[h][k], rs);
+          norm_all<T>(rs, scale, weight, at, weight_type, rest_weight[k]);
+          store(head + at, packed<T>(rs));
+        }
       }
     }
   }
@@ -217,19 +233,34 @@ template <class T, bool is_neox>
 gpuError launch_style(const NormRotary& a, gpuStream stream) {
   constexpr int64_t most = 65535;
   const Cut cut = cut_of(a.head_size, a.half, kLanes<T>);
-  const int64_t heads = static_cast<int64_t>(a.query_heads) + a.key_heads;
-  const dim3 block(cut.lanes, fused_rows(cut.lanes, heads, a.tokens));
+  const bool vectors = takes_vectors(a, cut, kLanes<T>) && a.tokens <= most * most;
+  const int64_t all = static_cast<int64_t>(a.query_heads) + a.key_heads;
+  const FusedLaunch how = fused_launch(cut.lanes, all, a.tokens, vectors && !cut.rest);
+  const int64_t chunks =
+      divided_up(a.query_heads, how.heads) + divided_up(a.key_heads, how.heads);
+  const dim3 block(cut.lanes, how.rows);
   const int64_t high = a.tokens < most ? a.tokens : most, deep = divided_up(a.tokens, high);
-  const dim3 grid(static_cast<unsigned>(divided_up(heads, block.y)), static_cast<unsigned>(high),
+  const dim3 grid(static_cast<unsigned>(divided_up(chunks, block.y)), static_cast<unsigned>(high),
                   static_cast<unsigned>(deep < most ? deep : most));
   const bool dependent = launches_depend();
-  if (!takes_vectors(a, cut, kLanes<T>) || deep > most) {
+  if (!vectors) {
     return launch(norm_rotary_of_pairs<T, is_neox>, grid, block, stream, dependent, a, cut);
   }
-  return cut.rest ? launch(norm_rotary_of_vectors<T, is_neox, true>, grid, block, stream,
-                           dependent, a, cut)
-                  : launch(norm_rotary_of_vectors<T, is_neox, false>, grid, block, stream,
-                           dependent, a, cut);
+  if (cut.rest) {
+    return launch(norm_rotary_of_vectors<T, is_neox, true, 1>, grid, block, stream, dependent, a,
+                  cut);
+  }
+  switch (how.heads) {
+    case 1:
+      return launch(norm_rotary_of_vectors<T, is_neox, false, 1>, grid, block, stream, dependent,
+                    a, cut);
+    case 2:
+      return launch(norm_rotary_of_vectors<T, is_neox, false, 2>, grid, block, stream, dependent,
+                    a, cut);
+    default:
+      return launch(norm_rotary_of_vectors<T, is_neox, false, 4>, grid, block, stream, dependent,
+                    a, cut);
+  }
 }
 
 template <class T>

@@ -22,6 +22,7 @@ enum Choice {
   kRotaryThreads,  // of a block
   kRotaryHeads,    // per thread: 1, 2, 4
   kFusedThreads,   // of a block, for norm and rotary in one
+  kFusedHeads,     // per thread: 1, 2, 4
   kCacheThreads,   // of a block
   kDependent,      // 1: programmatic dependent launch
   kChoices
@@ -31,7 +32,7 @@ enum Choice {
 constexpr const char* choice_names[kChoices] = {
     "norm_vectors",   "norm_warp",    "norm_variant",  "norm_warp_rows", "norm_per_sm",
     "gated_threads",  "gated_unroll", "gated_stream",  "rotary_threads", "rotary_heads",
-    "fused_threads",  "cache_threads", "dependent"};
+    "fused_threads",  "fused_heads", "cache_threads", "dependent"};
 extern int choices[kChoices];
 inline int chosen(Choice choice, int otherwise) {
   return choices[choice] < 0 ? otherwise : choices[choice];
@@ -43,7 +44,10 @@ constexpr int chosen(Choice, int otherwise) { return otherwise; }
 // Multiprocessors of the current device.
 int multiprocessors();
 
-inline bool launches_depend() { return chosen(kDependent, 0) != 0; }
+inline bool launches_depend() { return chosen(kDependent, 1) != 0; }
+
+// Threads with which every multiprocessor of an H200 has one warp, and half of what it holds.
+constexpr int64_t kBusy = 132 * 32, kFull = 132 * 1024;
 
 inline int rounded_up_to_warps(int64_t n) {
   return static_cast<int>(divided_up(n, kWarp) * kWarp);
@@ -58,7 +62,14 @@ struct NormShape {
   bool is_block;
 };
 
-inline NormShape norm_shape(int64_t hidden, int lanes) {
+// Measured on an H200: a row that one load of each thread covers starts soonest, and blocks of few
+// threads with four loads each leave the fewest threads of a multiprocessor without a block.
+inline int norm_vectors(int64_t vectors, bool adds) {
+  if (adds) return vectors <= 256 || (vectors > 512 && vectors <= 768) ? 1 : 4;
+  return vectors <= 128 ? 1 : vectors <= 256 ? 2 : 4;
+}
+
+inline NormShape norm_shape(int64_t hidden, int lanes, bool adds) {
   const int64_t vectors = divided_up(hidden, lanes);
   const bool fits_warp = vectors <= 4 * kWarp;
   const bool warp = fits_warp && chosen(kNormWarp, vectors <= kWarp) != 0;
@@ -66,7 +77,7 @@ inline NormShape norm_shape(int64_t hidden, int lanes) {
     const int threads = power_of_two_from(vectors < kWarp ? vectors : kWarp);
     return {threads, power_of_two_from(divided_up(vectors, threads)), false};
   }
-  int each = chosen(kNormVectors, 1);
+  int each = chosen(kNormVectors, norm_vectors(vectors, adds));
   while (divided_up(vectors, each) > kMaxThreads) each *= 2;
   return {rounded_up_to_warps(divided_up(vectors, each)), each, true};
 }
@@ -77,15 +88,13 @@ struct NormLaunch {
   int64_t max_blocks;      // of persistent ones
 };
 
-inline NormLaunch norm_launch(const NormShape& shape, int64_t rows, int64_t row_bytes) {
+inline NormLaunch norm_launch(const NormShape& shape, int64_t rows) {
   NormLaunch launch{};
   launch.variant = chosen(kNormVariant, 0);
-  // A block of four warps where there is work for all multiprocessors, else of one.
-  const int threads = rows * shape.threads >= 4 * kWarp * 132 ? 4 * kWarp : kWarp;
+  const int threads = rows * shape.threads >= kBusy ? 8 * kWarp : 4 * kWarp;
   launch.rows_per_block = shape.is_block ? 1 : chosen(kNormWarpRows, threads / shape.threads);
   const int least = kWarp / shape.threads;  // a block has whole warps
   if (!shape.is_block && launch.rows_per_block < least) launch.rows_per_block = least;
-  (void)row_bytes;
   const int per_sm = chosen(kNormPerSm, 2048) / (shape.is_block ? shape.threads : 4 * kWarp);
   launch.max_blocks = static_cast<int64_t>(multiprocessors()) * (per_sm < 1 ? 1 : per_sm);
   return launch;
@@ -100,12 +109,12 @@ struct GatedLaunch {
 };
 
 // vectors: of a row of the result.
-inline GatedLaunch gated_launch(int64_t vectors, int64_t rows, int64_t bytes) {
+inline GatedLaunch gated_launch(int64_t vectors, int64_t rows) {
   const int64_t all = vectors * rows;
   GatedLaunch launch{};
-  launch.unroll = chosen(kGatedUnroll, all >= (int64_t{1} << 20) && vectors >= 64 ? 2 : 1);
-  launch.stream = chosen(kGatedStream, bytes >= (int64_t{64} << 20)) != 0;
-  const int threads = chosen(kGatedThreads, all < 132 * 128 ? 64 : 128);
+  launch.unroll = chosen(kGatedUnroll, 1);
+  launch.stream = chosen(kGatedStream, 0) != 0;
+  const int threads = chosen(kGatedThreads, all >= 4 * kFull ? 512 : 128);
   // As many chunks as `threads` make necessary, all of about the same size.
   const int64_t each = divided_up(vectors, launch.unroll);
   const int64_t chunks = divided_up(each, threads);
@@ -126,8 +135,8 @@ struct RotaryLaunch {
 inline RotaryLaunch rotary_launch(int units, int64_t heads, int64_t tokens) {
   RotaryLaunch launch{};
   const int64_t all = units * heads * tokens;
-  const int threads = chosen(kRotaryThreads, all < 132 * 128 ? 64 : 128);
-  launch.heads = chosen(kRotaryHeads, all >= (int64_t{1} << 20) ? 2 : 1);
+  const int threads = chosen(kRotaryThreads, all >= kFull ? 32 : all >= kBusy ? 256 : 128);
+  launch.heads = chosen(kRotaryHeads, all >= kFull ? 4 : 1);
   launch.columns = units < threads ? units : threads;
   const int64_t each = divided_up(heads, launch.heads);
   const int most = threads / launch.columns;
@@ -136,17 +145,26 @@ inline RotaryLaunch rotary_launch(int units, int64_t heads, int64_t tokens) {
   return launch;
 }
 
-// Norm and rotary in one: heads of a block, of `lanes` threads each.
-inline int fused_rows(int lanes, int64_t heads, int64_t tokens) {
-  const int threads = chosen(kFusedThreads, lanes * heads * tokens < 132 * 128 ? 64 : 128);
+// Norm and rotary in one.
+struct FusedLaunch {
+  int heads;  // of each thread
+  int rows;   // of the block's threads, each of `lanes` for its heads
+};
+
+inline FusedLaunch fused_launch(int lanes, int64_t heads, int64_t tokens, bool many) {
+  const int64_t all = lanes * heads * tokens;
+  FusedLaunch launch{};
+  launch.heads = many ? chosen(kFusedHeads, all >= kFull ? 4 : 1) : 1;
+  const int threads = chosen(kFusedThreads, 64);
   const int least = kWarp / lanes;  // a block has whole warps
-  return threads / lanes < least ? least : threads / lanes;
+  launch.rows = threads / lanes < least ? least : threads / lanes;
+  return launch;
 }
 
 // -------------------------------------------------------------------------------------- cache
 
 inline int cache_threads(int64_t items, int64_t tokens) {
-  return chosen(kCacheThreads, items * tokens < 132 * 128 ? 64 : 128);
+  return chosen(kCacheThreads, items * tokens < kFull ? 64 : 128);
 }
 
 }  // namespace vllm_fl
