@@ -15,7 +15,6 @@ import platform
 import sys
 import sysconfig
 import time
-from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
@@ -107,6 +106,8 @@ class Plan:
         if sys.platform != "linux":
             raise CannotBuild(f"the platform is {sys.platform}, not linux")
         self.torch = find_torch()
+        if self.asked == "auto" and device not in ("cpu", *self.torch.toolkits):
+            raise CannotBuild(f"torch {self.torch.version} is built without {device.upper()}")
         if device == "cpu":
             names = [Path(file).stem.removeprefix("kernels_").upper() for file in KERNEL_FLAGS]
             return replace(find_cxx(), architectures=tuple(names))
@@ -231,7 +232,6 @@ class _Commands:
         else:
             hidden[self.compiler.include.parent] = device
             includes.append(self.compiler.include)
-            self.defines.append(f"-DVLLM_FL_{device.upper()}")
             if os.environ.get("VLLM_FL_TUNE") == "1":
                 self.defines.append("-DVLLM_FL_TUNE")
             if device == "hip":
@@ -280,16 +280,10 @@ class _Commands:
         return [*self.cxx.command, "-shared", "-s", "-Wl,--exclude-libs,ALL"]
 
     def libraries(self) -> list[str]:
-        """torch's, and the toolkit's runtime, which is static where there is a static one: torch
-        may bring another release of it."""
-        return [f"-L{self.torch / 'lib'}", *self._torch_libraries(), *self._runtime()]
-
-    def _torch_libraries(self) -> Iterator[str]:
-        yield from ("-lc10", "-ltorch_cpu", "-ltorch_python")
-        # Only named: libtorch_python needs it too, and torch is loaded before us, so that where
-        # only its headers are there its functions are still found when this is loaded.
-        if (self.torch / f"lib/libc10_{self.device}.so").is_file():
-            yield f"-lc10_{self.device}"
+        """torch's for any device, and the toolkit's runtime, which is static where there is a
+        static one: torch may bring another release of it."""
+        torch = [f"-L{self.torch / 'lib'}", "-lc10", "-ltorch_cpu", "-ltorch_python"]
+        return [*torch, *self._runtime()]
 
     def _runtime(self) -> list[str]:
         if self.device == "cpu":

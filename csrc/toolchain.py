@@ -134,13 +134,11 @@ def find_cxx() -> Compiler:
 
 
 def find_nvcc(torch: Torch) -> Compiler:
-    """CUDA's compiler, of the same major version as torch's CUDA.
+    """CUDA's compiler, of the same major version as torch's CUDA, if torch has one.
 
     Raises:
-        CannotBuild: torch is built without CUDA, the toolkit is missing or does not fit, or there
-            is no C++ compiler.
+        CannotBuild: the toolkit is missing or does not fit, or there is no C++ compiler.
     """
-    _fits(torch, "cuda", "CUDA")
     cxx = find_cxx()
     nvcc = _tool("nvcc", ("CUDA_HOME", "CUDA_PATH"), "/usr/local/cuda")
     version = re.search(r"release (\d+\.\d+)", _output(nvcc, "--version"))
@@ -200,12 +198,11 @@ def cuda_architectures(asked: str, known: Iterable[str]) -> tuple[str, ...]:
 
 
 def find_hipcc(torch: Torch) -> Compiler:
-    """HIP's compiler, of the same major version as torch's HIP.
+    """HIP's compiler, of the same major version as torch's HIP, if torch has one.
 
     Raises:
         CannotBuild: as `find_nvcc`.
     """
-    _fits(torch, "hip", "ROCm")
     find_cxx()  # compiles the bindings
     hipcc = _tool("hipcc", ("ROCM_HOME", "ROCM_PATH"), "/opt/rocm")
     version = re.search(r"HIP version: (\d+\.\d+)", _output(hipcc, "--version"))
@@ -223,13 +220,8 @@ def find_hipcc(torch: Torch) -> Compiler:
     )
 
 
-def _fits(torch: Torch, toolkit: str, name: str) -> None:
-    if toolkit not in torch.toolkits:
-        raise CannotBuild(f"torch {torch.version} is built without {name}")
-
-
 def _same_major(torch: Torch, toolkit: str, found: str, version: str) -> None:
-    wanted = torch.toolkits[toolkit]
+    wanted = torch.toolkits.get(toolkit, version)
     if version.partition(".")[0] != wanted.partition(".")[0]:
         raise CannotBuild(
             f"{found}, and torch {torch.version} is built with {wanted}: the first numbers must "

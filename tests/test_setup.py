@@ -93,6 +93,17 @@ def test_what_is_asked_for_by_name_and_cannot_be_built_is_an_error(tmp_path, env
     assert says in done.stderr
 
 
+def test_what_torch_is_not_built_for_is_left_out_by_default(tmp_path):
+    done = build(tmp_path)
+    assert done.returncode == 0, done.stderr
+    found = native_build(tmp_path / "vllm_fl/_native.json")
+    torch = pytest.importorskip("torch")
+    for device, name in (("cuda", "CUDA"), ("hip", "HIP")):
+        if getattr(torch.version, device) is None:
+            reason = f"torch {torch.__version__} is built without {name}"
+            assert found.devices[device].reason == reason
+
+
 def test_where_nothing_was_written_nothing_is_claimed(tmp_path):
     found = native_build(tmp_path / "absent.json")
     assert found == NativeBuild(problem="it was not built by setup.py")
