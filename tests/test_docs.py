@@ -179,6 +179,27 @@ def test_every_document_that_is_linked_exists() -> None:
                 assert (path.parent / target).exists(), f"{path.name} links to {target}"
 
 
+def test_the_files_that_a_native_kernel_is_made_of_are_where_the_page_says() -> None:
+    """The page draws the tree: a folder, then its files, two spaces further in."""
+    text = (ROOT / "docs" / "native-kernels.md").read_text(encoding="utf-8")
+    folder, named = ROOT, []
+    for line in text.partition("## How")[0].splitlines():
+        if not line.startswith("    "):
+            continue
+        names = re.match(r"\s*((?:[\w./]+(?:, )?)+)", line)
+        assert names is not None, line
+        if not line.startswith("      "):
+            folder = ROOT
+        first, *others = [folder / name for name in names[1].strip().split(", ")]
+        named += [first, *(first.parent / other.name for other in others)]
+        if names[1].strip().endswith("/"):
+            folder = first
+    assert len(named) > 20
+    assert [path for path in named if not path.exists()] == []
+    for path in re.findall(r"(?:benchmarks|csrc|tests|vllm_fl)/[\w/.]+\.\w+", text):
+        assert (ROOT / path).exists() or path == "vllm_fl/_native.json", path
+
+
 if __name__ == "__main__":
     for name in (*READMES, *ANSWERS):
         path = ROOT / name
