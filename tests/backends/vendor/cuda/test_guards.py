@@ -84,6 +84,73 @@ def _rope(heads: int, kv_heads: int) -> tuple[object, ...]:
     return torch.zeros(4, dtype=torch.int64), query, key, 64, cache, True
 
 
+def _whole(**changes: object) -> tuple[object, ...]:
+    half = torch.bfloat16
+    given = {
+        "qkv": torch.zeros(4, 8 * 64, dtype=half),
+        "heads": (4, 2, 2),
+        "head_dim": 64,
+        "eps": 1e-6,
+        "q_weight": torch.ones(64, dtype=half),
+        "k_weight": torch.ones(64, dtype=half),
+        "cache": torch.zeros(50, 64, dtype=half),
+        "is_neox": True,
+        "positions": torch.zeros(4, dtype=torch.int64),
+    } | changes
+    qkv, heads, *rest = given.values()
+    return (qkv, *heads, *rest)
+
+
+_HALF = torch.float16
+_FUSED_REFUSALS = {
+    "float32": ({"qkv": torch.zeros(4, 512)}, "qkv is float32, and the kernel is for half"),
+    "another half": ({"qkv": torch.zeros(4, 512, dtype=_HALF)}, "q_weight is bfloat16, qkv is fl"),
+    "float32 weight": ({"k_weight": torch.ones(64)}, "k_weight is float32"),
+    "float32 cache": ({"cache": torch.zeros(50, 64)}, "cos_sin_cache is float32"),
+    "rows apart": (
+        {"qkv": torch.zeros(4, 600, dtype=torch.bfloat16)[:, :512]}, "qkv is not contiguous"),
+    "other heads": ({"heads": (4, 2, 1)}, "qkv has shape [4, 512], its heads have 448"),
+    "no tokens": (
+        {"qkv": torch.zeros(0, 512, dtype=torch.bfloat16),
+         "positions": torch.zeros(0, dtype=torch.int64)}, "there are no tokens"),
+    "int32 positions": ({"positions": torch.zeros(4, dtype=torch.int32)}, "not int64"),
+    "too few positions": (
+        {"positions": torch.zeros(3, dtype=torch.int64)}, "position_ids have shape [3] for 4"),
+    "short weight": (
+        {"q_weight": torch.ones(32, dtype=torch.bfloat16)}, "q_weight has shape [32]"),
+    "part of a head": (
+        {"cache": torch.zeros(50, 32, dtype=torch.bfloat16)}, "cos_sin_cache has shape [50, 32]"),
+    "cache of columns": (
+        {"cache": torch.zeros(64, 50, dtype=torch.bfloat16).t()}, "cos_sin_cache is not contig"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", _FUSED_REFUSALS)
+def test_what_the_fused_kernel_raises_on_is_refused_before_the_call(name) -> None:
+    assert guard_of("fused_qk_norm_rope", *_whole()) is True
+    changes, said = _FUSED_REFUSALS[name]
+    assert said in str(guard_of("fused_qk_norm_rope", *_whole(**changes)))
+
+
+@pytest.mark.parametrize(
+    ("changes", "said"),
+    [
+        ({"head_dim": 80, "rotary_dim": 80}, "head_dim 80 is none of 64, 128, 256"),
+        ({"rotary_dim": 32}, "rotary_dim 32 is not the whole head of 64"),
+        ({"num_heads_k": 0}, "no heads of query or key"),
+        ({"k_weight_dtype": torch.float32}, "two dtypes"),
+    ],
+)
+def test_a_module_whose_heads_the_fused_kernel_lacks_is_refused_when_it_is_bound(
+    changes, said
+) -> None:
+    contract = next(c for c in CONTRACTS if c.name == "fused_qk_norm_rope")
+    facts = dict(contract.signature.facts_of(*_whole()))
+    guard = IMPLS["fused_qk_norm_rope"].supports_layer
+    assert guard(facts) is True
+    assert said in str(guard(facts | changes))
+
+
 @pytest.mark.parametrize(
     ("op", "refused", "said", "taken"),
     [

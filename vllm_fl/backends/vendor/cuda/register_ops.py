@@ -12,6 +12,7 @@ from .impl import (  # noqa: F401  (importing marks them)
     cache,
     moe,
     normalization,
+    qk_norm_rope,
     quantization,
     rotary,
     sampling,
