@@ -220,6 +220,22 @@ def test_for_another_device_its_own_shipped_policy_counts_and_is_left_behind_aft
     assert manager.policy_in_force.order_for("silu_and_mul", "eager") == ()
 
 
+def test_why_several_layers_are_not_served_as_one_is_told() -> None:
+    manager = get_default_manager()
+    manager.ensure_initialized()
+    op = "fused_qk_norm_rope"
+    policy = SelectionPolicy(per_op_order={"rms_norm": ["reference"]})
+    data = explain(OpManager(manager.registry, config=Config(policy=policy)), op)
+    assert data["winner"]["impl_id"] == "native"
+    assert data["reason"] == "nothing takes the place of the layers: they run one by one"
+    assert said(data)["reference.torch"].startswith("it is no faster than rms_norm and rotary_emb")
+    for impl_id, reason in said(data).items():
+        if impl_id == "vendor.cpu.fl" and "was not built" not in reason:
+            assert reason.startswith("the policy has an order for rms_norm, which it fuses")
+    h200 = explain(manager, op, vendor="cuda", mode="compiled")
+    assert (h200["winner"]["impl_id"], h200["reason"]) == ("native", "left to the compiler")
+
+
 # ------------------------------------------------------------- what is installed elsewhere
 
 

@@ -20,7 +20,7 @@ DEFAULT = {
 
 FUSED = "fused_qk_norm_rope"
 PART = f"part of {FUSED}"
-ONE_BY_ONE = "nothing serves them as one: the layers run one by one"
+ONE_BY_ONE = "nothing takes the place of the layers: they run one by one"
 
 
 def table(expected: dict[str, tuple[str, str]], apart: str = "") -> set[tuple[str, str, str]]:

@@ -262,10 +262,10 @@ def decide(
             continue
         # Compared with None throughout, because a Rejected is false.
         refusal = _policy_refusal(op_name, candidate, policy, batch_invariant)
-        if refusal is None and fused is not None and not native:
-            refusal = why_not_fused(candidate, fused, policy, mode, parts or {})
         if refusal is None and not native:
             refusal = _as_refusal(availability(candidate))
+            if refusal is None and fused is not None:
+                refusal = why_not_fused(candidate, fused, policy, mode, parts or {})
             if refusal is None:
                 # Behind the winner a call guard is asked only when the winner's refuses a call.
                 refusal = _guard_refusal(candidate, facts, None if usable else call)

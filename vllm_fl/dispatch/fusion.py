@@ -22,7 +22,7 @@ from .types import BackendImplKind, OpImpl, OpSignature, Rejected
 
 __all__ = ["ONE_BY_ONE", "why_not_fused", "with_native"]
 
-ONE_BY_ONE = "nothing serves them as one: the layers run one by one"
+ONE_BY_ONE = "nothing takes the place of the layers: they run one by one"
 """Why an op that fuses others is native in eager mode, where no order says so."""
 
 

@@ -397,7 +397,7 @@ def test_the_reference_alone_is_not_used_because_it_is_no_faster(served) -> None
     model = served(Qwen3Like, impl=None, settings={"ALLOW_VENDORS": ""})
     rpc(None, "count")
     model(POSITIONS, HIDDEN)
-    assert of() == [("native", 1, "nothing serves them as one: the layers run one by one")]
+    assert of() == [("native", 1, "nothing takes the place of the layers: they run one by one")]
     assert calls() == 0
 
 
