@@ -115,9 +115,6 @@ class Plan:
 
     def give_up(self, device: str, reason: str) -> None:
         """Go on without the kernels for a device, unless it was asked for by name."""
-        if self.torch is not None:  # a compiler's error may be in a header
-            reason = reason.replace(f"{self.torch.folder}{os.sep}", "torch/")
-        reason = reason.replace(f"{ROOT}{os.sep}", "")
         self.compilers.pop(device, None)
         self.reasons[device] = reason
         if device in BY_NAME.get(self.asked, ()):

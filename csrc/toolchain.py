@@ -272,5 +272,6 @@ def run(command: list[str], folder: Path) -> str:
         print(done.stdout, file=sys.stderr, flush=True)
         errors = [line for line in done.stdout.splitlines() if "error" in line.lower()]
         why = errors[0] if errors else f"{Path(command[0]).name} returned {done.returncode}"
-        raise CannotBuild(f"compiling failed: {why}")
+        # Of what lies elsewhere than in the tree, the name alone.
+        raise CannotBuild("compiling failed: " + re.sub(r"(?<![\w.])/\S*/", "", why))
     return done.stdout.strip()

@@ -7,20 +7,24 @@ import json
 import os
 import subprocess
 import sys
+from importlib import metadata
 from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 
 from vllm_fl import native
+from vllm_fl.backends.vendor.devices import read_torch_marks
 from vllm_fl.native import NativeBuild, native_build, native_refusal
 
 ROOT = Path(__file__).parents[1]
 
 
-def build(folder: Path, **environ: str) -> subprocess.CompletedProcess[str]:
-    """Build the Python part into a folder; no compiler is run for that."""
-    command = [sys.executable, "setup.py", "-q", "build_py", "--build-lib", str(folder)]
+def build(
+    folder: Path, command: str = "build_py", *options: str, **environ: str
+) -> subprocess.CompletedProcess[str]:
+    """Build into a folder; for the Python part no compiler is run."""
+    command = [sys.executable, "setup.py", "-q", command, "--build-lib", str(folder), *options]
     return subprocess.run(
         command,
         env={**os.environ, **environ},
@@ -97,11 +101,99 @@ def test_what_torch_is_not_built_for_is_left_out_by_default(tmp_path):
     done = build(tmp_path)
     assert done.returncode == 0, done.stderr
     found = native_build(tmp_path / "vllm_fl/_native.json")
-    torch = pytest.importorskip("torch")
+    spec = native.importlib.util.find_spec("torch")
+    marks = read_torch_marks(Path(spec.origin).parent)
     for device, name in (("cuda", "CUDA"), ("hip", "HIP")):
-        if getattr(torch.version, device) is None:
-            reason = f"torch {torch.__version__} is built without {name}"
-            assert found.devices[device].reason == reason
+        reason = found.devices[device].reason
+        without = f"torch {metadata.version('torch')} is built without {name}"
+        assert reason == without or device in marks
+
+
+# ----------------------------------------------------------------- compilers that only say so
+
+COMPILER = """#!/bin/sh
+case "$1" in
+--version) echo "{version}"; exit;;
+--list-gpu-code) echo sm_80 sm_90 sm_100; exit;;
+--dryrun) exit;;
+esac
+for word; do [ "$before" = -o ] && out=$word; before=$word; done
+case "$*" in *{fails}*) echo "$0: error: no"; exit 1;; esac
+echo "$@" >>{folder}/calls
+: >"$out"
+"""
+
+
+@pytest.fixture
+def compile(tmp_path, monkeypatch):
+    """compile(fails="part of a command", ...) builds all with a torch for CUDA and tools that
+    write empty files, and returns the process, what it made, its record and the commands."""
+    torch = tmp_path / "site/torch"
+    for file in ("include/ATen/ATen.h", "version.py", "__init__.py"):
+        (torch / file).parent.mkdir(parents=True, exist_ok=True)
+        (torch / file).touch()
+    (torch / "version.py").write_text("__version__ = '2.11.0+cu130'\ncuda = '13.0'\n")
+    toolkit = tmp_path / "cuda"
+    for file in ("include/cuda_runtime.h", "lib64/libcudart_static.a"):
+        (toolkit / file).parent.mkdir(parents=True)
+        (toolkit / file).touch()
+
+    def compile(fails: str = "no-such-file", **environ: str):
+        versions = {"g++": "g++ 12.2", "nvcc": "Cuda compilation tools, release 13.0, V13.0.88"}
+        for name, version in versions.items():
+            tool = toolkit / "bin" / name
+            tool.parent.mkdir(exist_ok=True)
+            tool.write_text(COMPILER.format(version=version, fails=fails, folder=tmp_path))
+            tool.chmod(0o755)
+        out = tmp_path / "out"
+        given = {"CXX": str(toolkit / "bin/g++"), "CUDA_HOME": str(toolkit)}
+        given |= {"PYTHONPATH": str(torch.parent), "TORCH_CUDA_ARCH_LIST": ""}
+        done = build(out, "build", "--build-temp", str(tmp_path / "temp"), **{**given, **environ})
+        made = sorted(path.name.partition(".")[0] for path in (out / "vllm_fl").glob("_C*"))
+        calls = (tmp_path / "calls").read_text().splitlines()
+        (tmp_path / "calls").unlink()
+        return done, made, native_build(out / "vllm_fl/_native.json"), calls
+
+    return compile
+
+
+def test_with_a_torch_for_cuda_and_nvcc_both_modules_are_built_by_default(compile):
+    done, made, record, calls = compile()
+    assert done.returncode == 0, done.stderr
+    assert made == ["_C", "_C_cuda"]
+    assert (record.built, record.torch) == (("cpu", "cuda"), "2.11.0+cu130")
+    assert record.devices["cuda"].compiler == "nvcc 13.0"
+    assert record.devices["cuda"].architectures == ("sm_80", "sm_90", "sm_100", "compute_100")
+    (gated,) = [call for call in calls if " csrc/cuda/gated.cu " in call]
+    codes = [word.rpartition("code=")[2] for word in gated.split() if "-gencode" in word]
+    assert codes == ["sm_80", "sm_90", "sm_100", "compute_100"]
+    assert "-isystem" not in gated  # torch's headers would take minutes
+
+
+def test_where_nvcc_fails_the_kernels_for_the_cpu_are_built_and_what_it_said_is_kept(compile):
+    compile()  # and what an earlier build left is removed
+    done, made, record, _ = compile(fails="rotary.cu")
+    assert done.returncode == 0, done.stderr
+    assert made == ["_C"]
+    assert record.built == ("cpu",)
+    reason = record.devices["cuda"].reason
+    assert reason == "compiling failed: nvcc: error: no"
+    assert f"installing without kernels for cuda: {reason}" in done.stderr
+
+
+def test_where_nvcc_fails_and_cuda_was_asked_for_by_name_it_is_an_error(compile):
+    done, made, _, _ = compile(fails="rotary.cu", VLLM_FL_DEVICE="cuda")
+    assert done.returncode != 0
+    assert "VLLM_FL_DEVICE=cuda cannot be built: compiling failed: " in done.stderr
+    assert "_C_cuda" not in made
+
+
+def test_what_benchmarks_tune_with_is_compiled_only_where_it_is_asked_for(compile):
+    _, _, _, calls = compile(VLLM_FL_TUNE="1")
+    tuned = {word for call in calls if "-DVLLM_FL_TUNE" in call for word in call.split()}
+    assert {"csrc/cuda/bindings.cpp", "csrc/cuda/gated.cu"} <= tuned
+    assert "csrc/cpu/ops.cpp" not in tuned
+    assert not [call for call in compile()[3] if "-DVLLM_FL_TUNE" in call]
 
 
 def test_where_nothing_was_written_nothing_is_claimed(tmp_path):

@@ -230,8 +230,10 @@ def test_an_architecture_that_cannot_be_had_is_told(asked, says):
 
 
 def test_the_first_error_of_a_compiler_is_the_reason(tmp_path, capfd):
-    cc = script(tmp_path / "cc", "echo 'a.cpp: In function f'; echo 'a.cpp:1: error: no'; exit 1")
-    with pytest.raises(CannotBuild, match=r"^compiling failed: a\.cpp:1: error: no$"):
+    error = "csrc/cpu/a.cpp:1: error: no: /opt/torch/include/c10/b.h:3"
+    cc = script(tmp_path / "cc", f"echo 'a.cpp: In function f'; echo '{error}'; exit 1")
+    expected = r"^compiling failed: csrc/cpu/a\.cpp:1: error: no: b\.h:3$"
+    with pytest.raises(CannotBuild, match=expected):
         toolchain.run([str(cc)], tmp_path)
     assert "In function f" in capfd.readouterr().err  # and the log has the rest
 
