@@ -147,3 +147,21 @@ def test_a_function_of_the_sampler_that_no_dummy_run_reaches_is_called_too(monke
 def test_flaggems_says_that_it_compiles_and_vllms_kernels_do_not() -> None:
     assert FlagGemsBackend.compiles_at_first_call is True
     assert CudaBackend.compiles_at_first_call is False
+
+
+def test_what_serves_only_the_calls_that_a_guard_refuses_is_not_warmed_up(monkeypatch) -> None:
+    def impl(impl_id: str, compiles: bool) -> SimpleNamespace:
+        return SimpleNamespace(
+            impl_id=impl_id, backend=SimpleNamespace(compiles_at_first_call=compiles)
+        )
+
+    def served_by(*candidates: SimpleNamespace) -> list[SimpleNamespace]:
+        decision = SimpleNamespace(candidates=candidates)
+        binding = SimpleNamespace(op="rms_norm", decision=decision)
+        return [SimpleNamespace(ops=(SimpleNamespace(binding=binding),))]
+
+    slow, fast = impl("default.slow", True), impl("vendor.fast", False)
+    monkeypatch.setattr(warmup, "layers", served_by(fast, slow))
+    assert warmup.compiling() == {}
+    monkeypatch.setattr(warmup, "layers", served_by(slow, fast))
+    assert warmup.compiling() == {"default.slow": ("rms_norm",)}

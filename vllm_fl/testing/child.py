@@ -316,6 +316,7 @@ def _settle() -> None:
 
 
 def _main() -> None:
+    torch.set_num_threads(1)  # there are as many of us as there are workers
     connection = Connection(int(sys.argv[1]))
     device, packed = connection.recv()
     _serve([_unpacked(p) for p in packed], device, connection)

@@ -16,7 +16,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
-from ..dispatch.binding import Binding, reachable
+from ..dispatch.binding import Binding
 from ..dispatch.log import logger
 from .functions.serve import records as functions
 from .fusions.serve import records as modules
@@ -52,13 +52,10 @@ def compiling() -> dict[str, tuple[str, ...]]:
 
 
 def _compiled(binding: Binding) -> tuple[str, ...]:
-    """The implementations that calls can get to and that are compiled when they do."""
-    candidates = reachable(binding.decision.candidates, facts_known=binding.facts_known)
-    return tuple(
-        impl.impl_id
-        for impl in candidates
-        if getattr(impl.backend, "compiles_at_first_call", False)
-    )
+    """The implementation that calls get to first, if it is compiled when they do. What comes after
+    it is for calls that its guard refuses, and a dummy run makes none of those."""
+    first = binding.decision.candidates[:1]
+    return tuple(i.impl_id for i in first if getattr(i.backend, "compiles_at_first_call", False))
 
 
 def token_counts(largest: int, captured: tuple[int, ...] = ()) -> tuple[int, ...]:
