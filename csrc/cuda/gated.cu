@@ -1,24 +1,36 @@
 // SPDX-License-Identifier: Apache-2.0
 // Gated activations: act(gate) * up, the activation rounded to the tensors' dtype before the
 // product, as in PyTorch.
+#include <type_traits>
+
 #include "kernels.h"
 #include "tuning.h"
 
 namespace vllm_fl {
 namespace {
 
-// exp(x) for a result that is rounded to half precision: one instruction beside the scaling. Its
-// relative error, |x| * 2^-23, stays below a hundredth of a bfloat16's or float16's last place
-// over the range in which 1 + exp(x) depends on it.
-__device__ __forceinline__ float rough_exp(float x) { return __expf(x); }
+// 1 / (1 + exp(-s)) for a result that is rounded to half precision: two instructions of the special
+// function unit. The relative error, |s| * 2^-23, stays below a hundredth of a float16's last place
+// where the result is not zero in it, and of a bfloat16's as long as exp(-s) is finite. Beyond, it
+// is 0 instead of less than 2^-126.
+__device__ __forceinline__ float rough_sigmoid(float s) {
+#if VLLM_FL_HIP
+  return __fdividef(1.0f, 1.0f + __expf(-s));
+#else
+  float power, inverse;
+  asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(power) : "f"(s * -1.4426950408889634f));
+  asm("rcp.approx.ftz.f32 %0, %1;" : "=f"(inverse) : "f"(1.0f + power));
+  return inverse;
+#endif
+}
 
-// x / (1 + exp(-s)): x * sigmoid(s). NaN for x = s = -inf, as in PyTorch.
+// x * sigmoid(s). NaN for x = s = -inf, as in PyTorch.
 template <class T>
 __device__ __forceinline__ float times_sigmoid(float x, float s) {
   if constexpr (Same<T, float>::value) {
     return x / (1.0f + expf(-s));
   } else {
-    return __fdividef(x, 1.0f + rough_exp(-s));
+    return x * rough_sigmoid(s);
   }
 }
 
@@ -46,40 +58,40 @@ __device__ __forceinline__ int64_t place_of(const Gated& a, int64_t row) {
   return outer * a.strides.outer + inner * a.strides.inner;
 }
 
-template <Gate gate, class T, int unroll, Hint hint>
+// flat: a block has the threads of one row, the rows have one dimension, and 32 bits number the
+// elements.
+template <Gate gate, class T, bool flat, int unroll, Hint hint>
 __global__ void __launch_bounds__(512) gated_vectors(const Gated a) {
   constexpr int each = kLanes<T>;
-  const int64_t row = row_of_grid();
-  const int64_t count = a.width / each;
-  const int64_t first = static_cast<int64_t>(blockIdx.x) * unroll * blockDim.x + threadIdx.x;
-  if (row >= a.rows) return;
-  const int64_t place = place_of(a, row);
-  const T* gates = static_cast<const T*>(a.gate) + place;
-  const T* ups = static_cast<const T*>(a.up) + place;
-  T* out = static_cast<T*>(a.out) + row * a.width;
+  using Index = std::conditional_t<flat, uint32_t, int64_t>;
+  const Index row = flat ? blockIdx.z * gridDim.y + blockIdx.y : row_of_grid();
+  const unsigned count = static_cast<unsigned>(a.width) / each;
+  const unsigned first = blockIdx.x * unroll * blockDim.x + threadIdx.x;
+  if (row >= static_cast<Index>(a.rows)) return;
+  const Index place = flat ? row * static_cast<Index>(a.strides.outer) : place_of(a, row);
+  const Index target = row * static_cast<Index>(a.width);
+  const T* gates = static_cast<const T*>(a.gate);
+  const T* ups = static_cast<const T*>(a.up);
+  T* out = static_cast<T*>(a.out);
   await_previous_grid();
   uint4 g[unroll], u[unroll];
 #pragma unroll
   for (int k = 0; k < unroll; k++) {
-    const int64_t i = first + k * static_cast<int>(blockDim.x);
+    const unsigned i = first + k * blockDim.x;
     if (i < count) {
-      g[k] = load<hint>(gates + i * each);
-      u[k] = load<hint>(ups + i * each);
+      g[k] = load<hint>(gates + (place + i * each));
+      u[k] = load<hint>(ups + (place + i * each));
     }
   }
 #pragma unroll
   for (int k = 0; k < unroll; k++) {
-    const int64_t i = first + k * static_cast<int>(blockDim.x);
+    const unsigned i = first + k * blockDim.x;
     if (i < count) {
-      float x[each], y[each];
+      float x[each];
       unpack<T>(g[k], x);
-      unpack<T>(u[k], y);
 #pragma unroll
       for (int e = 0; e < each; e++) x[e] = activated<gate, T>(x[e]);
-      round_all<T>(x);
-#pragma unroll
-      for (int e = 0; e < each; e++) x[e] *= y[e];
-      store<hint>(out + i * each, packed<T>(x));
+      store<hint>(out + (target + i * each), times<T>(packed<T>(x), u[k]));
     }
   }
 }
@@ -119,9 +131,24 @@ bool takes_vectors(const Gated& a, int lanes) {
   return addresses % 16 == 0 && a.strides.outer % lanes == 0 && a.strides.inner % lanes == 0;
 }
 
+template <Gate gate, class T, bool flat>
+gpuError launch_vectors(const Gated& a, const GatedLaunch& how, dim3 grid, dim3 block,
+                        gpuStream stream) {
+  const bool dependent = launches_depend();
+  switch (how.unroll * 2 + how.stream) {
+    case 2:
+      return launch(gated_vectors<gate, T, flat, 1, kKeep>, grid, block, stream, dependent, a);
+    case 3:
+      return launch(gated_vectors<gate, T, flat, 1, kOnce>, grid, block, stream, dependent, a);
+    case 4:
+      return launch(gated_vectors<gate, T, flat, 2, kKeep>, grid, block, stream, dependent, a);
+    default:
+      return launch(gated_vectors<gate, T, flat, 2, kOnce>, grid, block, stream, dependent, a);
+  }
+}
+
 template <Gate gate, class T>
 gpuError launch_type(const Gated& a, const Rows& rows, gpuStream stream) {
-  const bool dependent = launches_depend();
   dim3 grid;
   if (takes_vectors(a, kLanes<T>)) {
     const int64_t vectors = a.width / kLanes<T>;
@@ -130,16 +157,11 @@ gpuError launch_type(const Gated& a, const Rows& rows, gpuStream stream) {
     if (rows_of_grid(divided_up(a.rows, how.rows), grid) && chunks <= kMaxRows) {
       grid.x = static_cast<unsigned>(chunks);
       const dim3 block(how.columns, how.rows);
-      switch (how.unroll * 2 + how.stream) {
-        case 2:
-          return launch(gated_vectors<gate, T, 1, kKeep>, grid, block, stream, dependent, a);
-        case 3:
-          return launch(gated_vectors<gate, T, 1, kOnce>, grid, block, stream, dependent, a);
-        case 4:
-          return launch(gated_vectors<gate, T, 2, kKeep>, grid, block, stream, dependent, a);
-        default:
-          return launch(gated_vectors<gate, T, 2, kOnce>, grid, block, stream, dependent, a);
-      }
+      constexpr int64_t most = int64_t{1} << 31;
+      const bool flat = how.rows == 1 && a.inner.divisor == 1 && a.strides.outer < most &&
+                        a.rows * a.strides.outer < most && a.rows * a.width < most;
+      return flat ? launch_vectors<gate, T, true>(a, how, grid, block, stream)
+                  : launch_vectors<gate, T, false>(a, how, grid, block, stream);
     }
   }
   const int columns = a.width < 128 ? power_of_two_from(a.width) : 128;
@@ -147,7 +169,7 @@ gpuError launch_type(const Gated& a, const Rows& rows, gpuStream stream) {
   const int64_t chunks = divided_up(a.width, columns);
   grid.x = static_cast<unsigned>(chunks < 65536 ? chunks : 65536);
   rows_of_grid(divided_up(a.rows, block.y), grid);
-  return launch(gated_elements<gate, T>, grid, block, stream, dependent, a, rows);
+  return launch(gated_elements<gate, T>, grid, block, stream, launches_depend(), a, rows);
 }
 
 template <Gate gate>

@@ -6,8 +6,6 @@
 // only ever exchanged with those less than 32 away.
 #pragma once
 
-#include "../rows.h"
-
 #if defined(__HIP_PLATFORM_AMD__)
 #include <hip/hip_runtime.h>
 #define VLLM_FL_HIP 1
@@ -17,6 +15,8 @@
 #include <cuda_runtime.h>
 #define VLLM_FL_HIP 0
 #endif
+
+#include "../rows.h"  // behind the runtime, which defines __host__ and __device__
 
 namespace vllm_fl {
 
@@ -39,6 +39,7 @@ constexpr gpuError kSuccess = cudaSuccess;
 
 constexpr int kWarp = 32;
 constexpr int kMaxThreads = 1024;  // of a block
+constexpr int kMaxWarps = kMaxThreads / kWarp;
 constexpr int64_t kMaxRows = 0x7fffffff;  // that 32 bits number, as `Divider` wants it
 
 // What a tensor holds; only the bits, never arithmetic.
@@ -143,6 +144,16 @@ __device__ __forceinline__ uint32_t bits_of_two(float x, float y, Float16) {
   const __half2 both = __floats2half2_rn(x, y);
   return *reinterpret_cast<const uint32_t*>(&both);
 }
+__device__ __forceinline__ uint32_t product(uint32_t x, uint32_t y, BFloat16) {
+  const __nv_bfloat162 both = __hmul2_rn(*reinterpret_cast<const __nv_bfloat162*>(&x),
+                                         *reinterpret_cast<const __nv_bfloat162*>(&y));
+  return *reinterpret_cast<const uint32_t*>(&both);
+}
+__device__ __forceinline__ uint32_t product(uint32_t x, uint32_t y, Float16) {
+  const __half2 both = __hmul2_rn(*reinterpret_cast<const __half2*>(&x),
+                                  *reinterpret_cast<const __half2*>(&y));
+  return *reinterpret_cast<const uint32_t*>(&both);
+}
 __device__ __forceinline__ float exchanged(float x, int distance) {
   return __shfl_xor_sync(0xffffffffu, x, distance);
 }
@@ -240,6 +251,24 @@ __device__ __forceinline__ void round_all(float (&x)[kLanes<T>]) {
   if constexpr (!Same<T, float>::value) unpack<T>(packed<T>(x), x);
 }
 
+// Products of two vectors of T, each rounded once. In half precision that is one instruction for
+// two of them, and the bits of a product in float32: it holds the exact one.
+template <class T>
+__device__ __forceinline__ uint4 times(uint4 x, uint4 y) {
+#if !VLLM_FL_HIP
+  if constexpr (!Same<T, float>::value) {
+    return make_uint4(product(x.x, y.x, T{}), product(x.y, y.y, T{}), product(x.z, y.z, T{}),
+                      product(x.w, y.w, T{}));
+  }
+#endif
+  float a[kLanes<T>], b[kLanes<T>];
+  unpack<T>(x, a);
+  unpack<T>(y, b);
+#pragma unroll
+  for (int i = 0; i < kLanes<T>; i++) a[i] *= b[i];
+  return packed<T>(a);
+}
+
 // Elements from `at` on of an array of a type that is known at run time, at a vector's address.
 template <int count>
 __device__ __forceinline__ void read_all(int type, const void* from, int64_t at,
@@ -295,23 +324,35 @@ __device__ __forceinline__ float sum_of_lanes(float x, int lanes) {
   return x;
 }
 
+template <int count>
+__device__ __forceinline__ float sum_of_vectors(const float4* from) {
+  float4 v[count];
+#pragma unroll
+  for (int i = 0; i < count; i++) v[i] = from[i];  // all on their way before the first is used
+  float sums[count];
+#pragma unroll
+  for (int i = 0; i < count; i++) sums[i] = (v[i].x + v[i].y) + (v[i].z + v[i].w);
+#pragma unroll
+  for (int width = count / 2; width; width /= 2) {
+#pragma unroll
+    for (int i = 0; i < width; i++) sums[i] += sums[i + width];
+  }
+  return sums[0];
+}
+
 // Over the block, a whole number of warps, for every thread. One barrier: each thread adds the
 // warps' sums up for itself. The caller alternates between two `partial`.
-__device__ __forceinline__ float sum_of_block(float x, float* partial) {
+__device__ __forceinline__ float sum_of_block(float x, float4* partial) {
   x = sum_of_lanes(x, kWarp);
-  const int thread = threadIdx.x, warps = blockDim.x / kWarp;
-  if (thread % kWarp == 0) partial[thread / kWarp] = x;
-  if (thread < kWarp && thread >= warps) partial[thread] = 0.0f;
+  const unsigned thread = threadIdx.x, warps = blockDim.x / kWarp;
+  float* sums = reinterpret_cast<float*>(partial);
+  if (thread % kWarp == 0) sums[thread / kWarp] = x;
+  if (thread < kMaxWarps && thread >= warps) sums[thread] = 0.0f;
   __syncthreads();
-  float sums[2] = {0.0f, 0.0f};
-#pragma unroll
-  for (int i = 0; i < kMaxThreads / kWarp / 4; i++) {
-    if (4 * i < warps) {
-      const float4 p = reinterpret_cast<const float4*>(partial)[i];
-      sums[i % 2] += (p.x + p.y) + (p.z + p.w);
-    }
-  }
-  return sums[0] + sums[1];
+  if (warps <= 4) return sum_of_vectors<1>(partial);
+  if (warps <= 8) return sum_of_vectors<2>(partial);
+  if (warps <= 16) return sum_of_vectors<4>(partial);
+  return sum_of_vectors<8>(partial);
 }
 
 // ------------------------------------------------------------------------ launches in a chain
@@ -327,7 +368,7 @@ __device__ __forceinline__ void await_previous_grid() {
 
 // Whether kernels for this device have the instruction above: asked of one of them.
 template <class Kernel>
-bool knows_dependent_launch(Kernel kernel) {
+bool knows_dependent_launch([[maybe_unused]] Kernel kernel) {
 #if VLLM_FL_HIP
   return false;
 #else
@@ -339,7 +380,7 @@ bool knows_dependent_launch(Kernel kernel) {
 
 template <class... Parameters>
 gpuError launch(void (*kernel)(Parameters...), dim3 grid, dim3 block, gpuStream stream,
-                bool dependent, Parameters... arguments) {
+                [[maybe_unused]] bool dependent, Parameters... arguments) {
 #if VLLM_FL_HIP
   hipLaunchKernelGGL(kernel, grid, block, 0, stream, arguments...);
   return hipGetLastError();

@@ -104,6 +104,7 @@ struct NormRotary {
   int64_t tokens, token_stride;
   int query_heads, key_heads;  // one behind the other
   int head_size, half;
+  float of_average;  // 1 / head_size
   float epsilon;
   const void* query_weight;
   const void* key_weight;

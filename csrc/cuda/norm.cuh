@@ -13,16 +13,24 @@
 namespace vllm_fl {
 namespace {
 
-// Of a row: which one in the outer, which in the inner dimension.
+// Where a row lies. flat: the rows have one dimension, and 32 bits number the elements: addresses
+// are a third of what a decode step executes otherwise.
+template <bool flat>
 struct RowAt {
   uint32_t outer, inner;
 
   __device__ __forceinline__ RowAt(const Divider& divider, uint32_t row) {
-    outer = divider.divisor == 1 ? row : divider.quotient(row);
-    inner = divider.divisor == 1 ? 0 : row - outer * divider.divisor;
+    outer = flat || divider.divisor == 1 ? row : divider.quotient(row);
+    inner = flat || divider.divisor == 1 ? 0 : row - outer * divider.divisor;
   }
-  __device__ __forceinline__ int64_t offset(const Strides& s) const {
-    return outer * s.outer + inner * s.inner;
+
+  template <class T>
+  __device__ __forceinline__ T* element(T* first, const Strides& s, unsigned i) const {
+    if constexpr (flat) {
+      return first + (outer * static_cast<uint32_t>(s.outer) + i);
+    } else {
+      return first + (outer * s.outer + inner * s.inner) + i;
+    }
   }
 };
 
@@ -38,11 +46,12 @@ __device__ __forceinline__ float weighted(const Norm& a, float v, float w) {
   return a.weight_type == a.type ? v : rounded_to(a.weight_type, v);
 }
 
-// The weight is of x's dtype and multiplied as it is; or it is anything else, or absent.
-enum Weight { kPlainWeight, kAnyWeight };
+// kPlain: the weight is of x's dtype and multiplied as it is, all of a row is averaged, and rows
+// that take a block lie flat. kAny: whatever else, and without a weight.
+enum Form { kPlain, kAny };
 
 template <bool is_block>
-__device__ __forceinline__ float sum_of_row(float x, float* partial) {
+__device__ __forceinline__ float sum_of_row(float x, float4* partial) {
   if constexpr (is_block) {
     return sum_of_block(x, partial);
   } else {
@@ -52,25 +61,26 @@ __device__ __forceinline__ float sum_of_row(float x, float* partial) {
 
 // --------------------------------------------------------------------- rows of whole vectors
 
-template <class T, bool adds, int vectors, Hint hint>
+template <class T, bool adds, int vectors, bool flat, Hint hint>
 struct RowOf {
   static constexpr int kEach = kLanes<T>;
   uint4 x[vectors];
   uint4 residual[adds ? vectors : 1];
 
-  __device__ __forceinline__ void read(const Norm& a, const RowAt& row, int count, bool exists) {
-    const T* from = static_cast<const T*>(a.x) + row.offset(a.x_strides);
-    const T* more = nullptr;
-    if constexpr (adds) {
-      more = static_cast<const T*>(a.residual) + row.offset(a.residual_strides);
-    }
+  __device__ __forceinline__ void read(const Norm& a, const RowAt<flat>& row, unsigned count,
+                                       bool exists) {
+    const T* from = static_cast<const T*>(a.x);
+    const T* more = static_cast<const T*>(a.residual);
 #pragma unroll
     for (int k = 0; k < vectors; k++) {
-      const int i = threadIdx.x + k * blockDim.x;
+      const unsigned i = threadIdx.x + k * blockDim.x;
       const bool here = exists && i < count;
-      x[k] = here ? load<hint>(from + i * kEach) : make_uint4(0, 0, 0, 0);
-      if constexpr (adds) {
-        residual[k] = here ? load<hint>(more + i * kEach) : make_uint4(0, 0, 0, 0);
+      x[k] = residual[adds ? k : 0] = make_uint4(0, 0, 0, 0);
+      if (here) {
+        x[k] = load<hint>(row.element(from, a.x_strides, i * kEach));
+        if constexpr (adds) {
+          residual[k] = load<hint>(row.element(more, a.residual_strides, i * kEach));
+        }
       }
     }
   }
@@ -86,83 +96,86 @@ struct RowOf {
   }
 };
 
-template <class T, bool adds, Weight weight, int vectors, bool is_block, int variant>
+template <class T, bool adds, Form form, int vectors, bool is_block, int variant>
 __global__ void __launch_bounds__(is_block ? (vectors == 4 ? 512 : 1024) : 256)
     norm_of_vectors(const Norm a) {
   constexpr int each = kLanes<T>;
   constexpr Hint hint = variant & 1 ? kOnce : kKeep;
   constexpr bool persists = (variant & 2) != 0;
-  __shared__ alignas(16) float partial[persists ? 2 : 1][kMaxThreads / kWarp];
-  const int count = a.hidden / each;
+  constexpr bool flat = form == kPlain && is_block;
+  using Row = RowAt<flat>;
+  __shared__ float4 partial[persists ? 2 : 1][kMaxWarps / 4];
+  const unsigned count = static_cast<unsigned>(a.hidden) / each;
   const uint32_t rows = static_cast<uint32_t>(a.rows);
-  uint32_t at = blockIdx.x * blockDim.y + threadIdx.y;
+  // A block's row is the same for all threads, which makes its addresses cheap.
+  const uint32_t step = is_block ? gridDim.x : gridDim.x * blockDim.y;
+  uint32_t at = is_block ? blockIdx.x : blockIdx.x * blockDim.y + threadIdx.y;
   await_previous_grid();
 
-  RowOf<T, adds, vectors, hint> now;
-  now.read(a, RowAt(a.inner, at), count, at < rows);
-  uint4 w[vectors];
-  if constexpr (weight == kPlainWeight) {
+  RowOf<T, adds, vectors, flat, hint> now;
+  now.read(a, Row(a.inner, at), count, is_block || at < rows);
+  uint4 w[vectors] = {};
+  if constexpr (form == kPlain) {
 #pragma unroll
     for (int k = 0; k < vectors; k++) {
-      const int i = threadIdx.x + k * blockDim.x;
+      const unsigned i = threadIdx.x + k * blockDim.x;
       if (i < count) w[k] = load(static_cast<const T*>(a.weight) + i * each);
     }
   }
   for (int turn = 0;; turn ^= 1) {
-    const RowAt row(a.inner, at);
-    const bool exists = at < rows;
+    const Row row(a.inner, at);
+    const bool exists = is_block || at < rows;
     Squares squares;
 #pragma unroll
     for (int k = 0; k < vectors; k++) {
-      const int i = threadIdx.x + k * blockDim.x;
+      const unsigned i = threadIdx.x + k * blockDim.x;
       float v[each];
       now.value(k, v);
-      if ((i + 1) * each <= a.averaged) {
+      if constexpr (form == kPlain) {
 #pragma unroll
         for (int e = 0; e < each; e++) squares.add(e, v[e]);
       } else {
+        const unsigned averaged = a.averaged;
 #pragma unroll
-        for (int e = 0; e < each; e++) squares.add(e, i * each + e < a.averaged ? v[e] : 0.0f);
+        for (int e = 0; e < each; e++) squares.add(e, i * each + e < averaged ? v[e] : 0.0f);
       }
       if constexpr (adds) {
         if (exists && i < count) {
-          T* total = static_cast<T*>(a.total) + row.offset(a.total_strides);
-          store<hint>(total + i * each, packed<T>(v));
+          store<hint>(row.element(static_cast<T*>(a.total), a.total_strides, i * each),
+                      packed<T>(v));
         }
       }
     }
     // The next row is on its way while this one is summed.
-    const uint32_t next = at + gridDim.x * blockDim.y;
-    RowOf<T, adds, vectors, hint> coming{};
-    if constexpr (persists) coming.read(a, RowAt(a.inner, next), count, next < rows);
+    const uint32_t next = at + step;
+    RowOf<T, adds, vectors, flat, hint> coming{};
+    if constexpr (persists) coming.read(a, Row(a.inner, next), count, next < rows);
     const float scale =
         inverse_root(a, sum_of_row<is_block>(squares.sum(), partial[persists ? turn : 0]));
-    T* out = static_cast<T*>(a.out) + row.offset(a.out_strides);
 #pragma unroll
     for (int k = 0; k < vectors; k++) {
-      const int i = threadIdx.x + k * blockDim.x;
+      const unsigned i = threadIdx.x + k * blockDim.x;
       if (exists && i < count) {
+        T* out = row.element(static_cast<T*>(a.out), a.out_strides, i * each);
         float v[each];
         now.value(k, v);
 #pragma unroll
         for (int e = 0; e < each; e++) v[e] *= scale;
-        if constexpr (weight == kPlainWeight) {
-          float f[each];
-          unpack<T>(w[k], f);
-          round_all<T>(v);
+        if constexpr (form == kPlain) {
+          store<hint>(out, times<T>(packed<T>(v), w[k]));
+        } else {
+          if (a.weight != nullptr) {
+            float f[each];
+            read_all(a.weight_type, a.weight, i * each, f);
 #pragma unroll
-          for (int e = 0; e < each; e++) v[e] *= f[e];
-        } else if (a.weight != nullptr) {
-          float f[each];
-          read_all(a.weight_type, a.weight, i * each, f);
-#pragma unroll
-          for (int e = 0; e < each; e++) v[e] = weighted(a, v[e], f[e]);
+            for (int e = 0; e < each; e++) v[e] = weighted(a, v[e], f[e]);
+          }
+          store<hint>(out, packed<T>(v));
         }
-        store<hint>(out + i * each, packed<T>(v));
       }
     }
     if constexpr (!persists) return;
-    if (at - threadIdx.y + gridDim.x * blockDim.y >= rows) return;  // the same for the block
+    if ((is_block ? next : next - threadIdx.y) >= rows) return;  // the same for the whole block
     at = next;
     now = coming;
   }
@@ -176,7 +189,7 @@ template <class T, bool adds, bool is_block>
 __global__ void __launch_bounds__(is_block ? 1024 : 256, 1)
     norm_of_elements(const Norm a, VLLM_FL_IN_PLACE NormRows rows) {
   constexpr int each = kLanes<T>;
-  __shared__ alignas(16) float partial[2][kMaxThreads / kWarp];
+  __shared__ float4 partial[2][kMaxWarps / 4];
   await_previous_grid();
   int turn = 0;
   for (int64_t first = static_cast<int64_t>(blockIdx.x) * blockDim.y; first < a.rows;
@@ -240,49 +253,59 @@ inline bool takes_vectors(const Norm& a, int lanes) {
           strides_are_aligned(a.total_strides, lanes));
 }
 
-template <class T, bool adds, Weight weight, int vectors, bool is_block>
+// Whether 32 bits number the elements of rows of one dimension.
+inline bool is_flat(const Norm& a) {
+  constexpr int64_t most = int64_t{1} << 31;
+  for (const Strides* s : {&a.x_strides, &a.residual_strides, &a.out_strides, &a.total_strides}) {
+    if (a.inner.divisor != 1 || s->outer < 0 || s->outer >= most) return false;
+    if ((a.rows - 1) * s->outer + a.hidden > most) return false;
+  }
+  return true;
+}
+
+template <class T, bool adds, Form form, int vectors, bool is_block>
 gpuError launch_vectors(const Norm& a, const NormShape& shape, gpuStream stream) {
   const NormLaunch how = norm_launch(shape, a.rows);
   const dim3 block(shape.threads, how.rows_per_block);
   const int64_t blocks = divided_up(a.rows, how.rows_per_block);
   const dim3 all(static_cast<unsigned>(blocks));
   const bool dependent = launches_depend();
-  if constexpr (weight == kPlainWeight) {
+  if constexpr (form == kPlain) {
     const dim3 some(static_cast<unsigned>(blocks < how.max_blocks ? blocks : how.max_blocks));
     if (how.variant == 1) {
-      return launch(norm_of_vectors<T, adds, weight, vectors, is_block, 1>, all, block, stream,
+      return launch(norm_of_vectors<T, adds, form, vectors, is_block, 1>, all, block, stream,
                     dependent, a);
     }
     if (how.variant == 2) {
-      return launch(norm_of_vectors<T, adds, weight, vectors, is_block, 2>, some, block, stream,
+      return launch(norm_of_vectors<T, adds, form, vectors, is_block, 2>, some, block, stream,
                     dependent, a);
     }
 #if defined(VLLM_FL_TUNE)
     if (how.variant == 3) {
-      return launch(norm_of_vectors<T, adds, weight, vectors, is_block, 3>, some, block, stream,
+      return launch(norm_of_vectors<T, adds, form, vectors, is_block, 3>, some, block, stream,
                     dependent, a);
     }
 #endif
   }
-  return launch(norm_of_vectors<T, adds, weight, vectors, is_block, 0>, all, block, stream,
+  return launch(norm_of_vectors<T, adds, form, vectors, is_block, 0>, all, block, stream,
                 dependent, a);
 }
 
-template <class T, bool adds, Weight weight>
+template <class T, bool adds, Form form>
 gpuError launch_shape(const Norm& a, const NormShape& shape, gpuStream stream) {
   switch (shape.vectors * 2 + shape.is_block) {
     case 2:
-      return launch_vectors<T, adds, weight, 1, false>(a, shape, stream);
+      return launch_vectors<T, adds, form, 1, false>(a, shape, stream);
     case 3:
-      return launch_vectors<T, adds, weight, 1, true>(a, shape, stream);
+      return launch_vectors<T, adds, form, 1, true>(a, shape, stream);
     case 4:
-      return launch_vectors<T, adds, weight, 2, false>(a, shape, stream);
+      return launch_vectors<T, adds, form, 2, false>(a, shape, stream);
     case 5:
-      return launch_vectors<T, adds, weight, 2, true>(a, shape, stream);
+      return launch_vectors<T, adds, form, 2, true>(a, shape, stream);
     case 8:
-      return launch_vectors<T, adds, weight, 4, false>(a, shape, stream);
+      return launch_vectors<T, adds, form, 4, false>(a, shape, stream);
     default:
-      return launch_vectors<T, adds, weight, 4, true>(a, shape, stream);
+      return launch_vectors<T, adds, form, 4, true>(a, shape, stream);
   }
 }
 
@@ -291,9 +314,11 @@ gpuError launch_adding(const Norm& a, const NormRows& rows, gpuStream stream) {
   const NormShape shape = norm_shape(a.hidden, kLanes<T>, adds);
   const bool fits = shape.vectors <= 4 && (shape.vectors < 4 || shape.threads <= 512);
   if (fits && takes_vectors(a, kLanes<T>)) {
-    const bool plain = a.weight != nullptr && a.weight_type == a.type && a.weight_offset == 0.0f;
-    return plain ? launch_shape<T, adds, kPlainWeight>(a, shape, stream)
-                 : launch_shape<T, adds, kAnyWeight>(a, shape, stream);
+    const bool plain = a.weight != nullptr && a.weight_type == a.type &&
+                       a.weight_offset == 0.0f && a.averaged == a.hidden &&
+                       (!shape.is_block || is_flat(a));
+    return plain ? launch_shape<T, adds, kPlain>(a, shape, stream)
+                 : launch_shape<T, adds, kAny>(a, shape, stream);
   }
   const NormLaunch how = norm_launch(shape, a.rows);
   const dim3 block(shape.threads, how.rows_per_block);

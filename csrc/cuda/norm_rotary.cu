@@ -27,20 +27,8 @@ Cut cut_of(int head_size, int half, int vector) {
   return cut;
 }
 
-struct Head {
-  int64_t token;
-  int64_t at;  // its first element
-  bool exists, is_query;
-};
-
-__device__ __forceinline__ Head head_of(const NormRotary& a, int64_t token) {
-  const int head = blockIdx.x * blockDim.y + threadIdx.y;
-  return {token, token * a.token_stride + static_cast<int64_t>(head) * a.head_size,
-          token < a.tokens && head < a.query_heads + a.key_heads, head < a.query_heads};
-}
-
 __device__ __forceinline__ float inverse_root(const NormRotary& a, float squares) {
-  return rsqrtf(fmaf(squares, 1.0f / static_cast<float>(a.head_size), a.epsilon));
+  return rsqrtf(fmaf(squares, a.of_average, a.epsilon));
 }
 
 // As rms_norm leaves it in the tensor.
@@ -50,120 +38,115 @@ __device__ __forceinline__ float normed(float v, float scale, int weight_type, f
   return rounded<T>(weight_type == TypeOf<T>::value ? v : rounded_to(weight_type, v));
 }
 
-// T's own weights: the same, a vector at a time.
-template <class T>
+// The same for a vector; `own` is its weight where that is of type T.
+template <class T, bool plain>
 __device__ __forceinline__ void norm_all(float (&v)[kLanes<T>], float scale, const void* weight,
                                          int at, int weight_type, uint4 own) {
-  float w[kLanes<T>];
-  if (weight_type == TypeOf<T>::value) {
-    unpack<T>(own, w);
+  if (plain || weight_type == TypeOf<T>::value) {
 #pragma unroll
     for (int e = 0; e < kLanes<T>; e++) v[e] *= scale;
-    round_all<T>(v);
-#pragma unroll
-    for (int e = 0; e < kLanes<T>; e++) v[e] *= w[e];
-    round_all<T>(v);
+    unpack<T>(times<T>(packed<T>(v), own), v);
   } else {
+    float w[kLanes<T>];
     read_all(weight_type, weight, at, w);
 #pragma unroll
     for (int e = 0; e < kLanes<T>; e++) v[e] = normed<T>(v[e], scale, weight_type, w[e]);
   }
 }
 
-// Each thread has `heads` heads of one token, all of the query or all of the key, so that it reads
-// weights and angles once for all of them.
-template <class T, bool is_neox, bool has_rest, int heads>
-__global__ void __launch_bounds__(512) norm_rotary_of_vectors(const NormRotary a, const Cut cut) {
+// A lane has one unit of each head, and up to two vectors of the rest. A thread has `heads` heads of
+// a token, all of the query or all of the key, so that it reads weights and angles once for them.
+// lanes: of a head, where there is no rest, and weights and angles are of type T; or 0, and all that
+// is known at run time.
+template <class T, bool is_neox, int lanes, int heads>
+__global__ void __launch_bounds__(256) norm_rotary_of_vectors(const NormRotary a, const Cut cut) {
   constexpr int each = kLanes<T>;
-  constexpr int kRest = has_rest ? 2 : 1;
-  const int64_t token = static_cast<int64_t>(blockIdx.z) * gridDim.y + blockIdx.y;
+  constexpr bool plain = lanes != 0;
+  constexpr int kRest = plain ? 0 : 2;
+  const uint32_t token = blockIdx.z * gridDim.y + blockIdx.y;
   const int chunk = blockIdx.x * blockDim.y + threadIdx.y;
   const int query_chunks = (a.query_heads + heads - 1) / heads;
   const bool is_query = chunk < query_chunks;
   const int first = is_query ? chunk * heads : a.query_heads + (chunk - query_chunks) * heads;
   const int end = is_query ? a.query_heads : a.query_heads + a.key_heads;
-  const int count = token < a.tokens ? end - first : 0;  // heads that there are from here on
+  const int count = token < static_cast<uint32_t>(a.tokens) ? end - first : 0;  // from here on
   const int unit = threadIdx.x;
   const int low = first_of<is_neox>(unit, each), high = second_of<is_neox>(unit, each, a.half);
-  const bool turns = count > 0 && unit < cut.units;
-  T* x = static_cast<T*>(a.qkv) + token * a.token_stride + static_cast<int64_t>(first) * a.head_size;
+  const bool turning = count > 0 && unit < cut.units;
+  // 32 bits number the elements.
+  T* x = static_cast<T*>(a.qkv) + (token * static_cast<uint32_t>(a.token_stride) +
+                                   static_cast<uint32_t>(first * a.head_size));
   const void* weight = is_query ? a.query_weight : a.key_weight;
   const int weight_type = is_query ? a.query_weight_type : a.key_weight_type;
-  const bool own = weight_type == TypeOf<T>::value;
+  const bool own = plain || weight_type == TypeOf<T>::value;
   await_previous_grid();
 
   const uint4 nothing = make_uint4(0, 0, 0, 0);
   uint4 v[heads], w[heads], v_weight = nothing, w_weight = nothing;
-  uint4 rest[heads][kRest], rest_weight[kRest];
+  uint4 rest[heads][kRest + 1], rest_weight[kRest + 1];
+  int64_t position = -1;
+  if (turning) position = position_of(a.angles, token);
 #pragma unroll
   for (int h = 0; h < heads; h++) {
-    const bool here = turns && h < count;
-    v[h] = here ? load(x + h * a.head_size + low) : nothing;
-    w[h] = here ? load(x + h * a.head_size + high) : nothing;
+    v[h] = w[h] = nothing;
+    if (turning && h < count) {
+      v[h] = load(x + h * a.head_size + low);
+      w[h] = load(x + h * a.head_size + high);
+    }
   }
-  const int64_t position = turns ? position_of(a.angles, token) : -1;
-  if (turns && own) {
+  if (turning && own) {
     v_weight = load(static_cast<const T*>(weight) + low);
     w_weight = load(static_cast<const T*>(weight) + high);
   }
-  if constexpr (has_rest) {
 #pragma unroll
-    for (int k = 0; k < kRest; k++) {
-      const int i = threadIdx.x + k * blockDim.x, at = 2 * a.half + i * each;
-      const bool here = count > 0 && i < cut.rest;
-      rest_weight[k] = here && own ? load(static_cast<const T*>(weight) + at) : nothing;
+  for (int k = 0; k < kRest; k++) {
+    const int i = threadIdx.x + k * blockDim.x, at = 2 * a.half + i * each;
+    const bool here = count > 0 && i < cut.rest;
+    rest_weight[k] = here && own ? load(static_cast<const T*>(weight) + at) : nothing;
 #pragma unroll
-      for (int h = 0; h < heads; h++) {
-        rest[h][k] = here && h < count ? load(x + h * a.head_size + at) : nothing;
-      }
+    for (int h = 0; h < heads; h++) {
+      rest[h][k] = here && h < count ? load(x + h * a.head_size + at) : nothing;
     }
   }
-  float cosines[each], sines[each];
-  const bool own_angles = a.angles.cache_type == TypeOf<T>::value;
-  if (turns) {
-    if (own_angles) {
-      read_angles<T, true>(a.angles, position, unit * each, a.half, cosines, sines);
-    } else {
-      read_angles<T, false>(a.angles, position, unit * each, a.half, cosines, sines);
-    }
-  }
+  const Turns<T, plain> turns(a.angles, position, unit * each, a.half);
 
 #pragma unroll
   for (int h = 0; h < heads; h++) {
     Squares squares;
-    float vs[each], ws[each], rs[each];
+    float vs[each], ws[each];
     unpack<T>(v[h], vs);
     unpack<T>(w[h], ws);
 #pragma unroll
     for (int e = 0; e < each; e++) squares.add(e, vs[e]);
 #pragma unroll
     for (int e = 0; e < each; e++) squares.add(e, ws[e]);
-    if constexpr (has_rest) {
 #pragma unroll
-      for (int k = 0; k < kRest; k++) {
-        unpack<T>(rest[h][k], rs);
+    for (int k = 0; k < kRest; k++) {
+      float rs[each];
+      unpack<T>(rest[h][k], rs);
 #pragma unroll
-        for (int e = 0; e < each; e++) squares.add(e, rs[e]);
-      }
+      for (int e = 0; e < each; e++) squares.add(e, rs[e]);
     }
-    const float scale = inverse_root(a, sum_of_lanes(squares.sum(), blockDim.x));
+    const float scale =
+        inverse_root(a, sum_of_lanes(squares.sum(), plain ? lanes : static_cast<int>(blockDim.x)));
     T* head = x + h * a.head_size;
-    if (turns && h < count) {
-      norm_all<T>(vs, scale, weight, low, weight_type, v_weight);
-      norm_all<T>(ws, scale, weight, high, weight_type, w_weight);
+    if (turning && h < count) {
+      float cosines[each], sines[each];
+      norm_all<T, plain>(vs, scale, weight, low, weight_type, v_weight);
+      norm_all<T, plain>(ws, scale, weight, high, weight_type, w_weight);
+      turns.look(a.angles, cosines, sines);
       turn<is_neox>(vs, ws, cosines, sines);
       store(head + low, packed<T>(vs));
       store(head + high, packed<T>(ws));
     }
-    if constexpr (has_rest) {
 #pragma unroll
-      for (int k = 0; k < kRest; k++) {
-        const int i = threadIdx.x + k * blockDim.x, at = 2 * a.half + i * each;
-        if (h < count && i < cut.rest) {
-          unpack<T>(rest[h][k], rs);
-          norm_all<T>(rs, scale, weight, at, weight_type, rest_weight[k]);
-          store(head + at, packed<T>(rs));
-        }
+    for (int k = 0; k < kRest; k++) {
+      const int i = threadIdx.x + k * blockDim.x, at = 2 * a.half + i * each;
+      if (h < count && i < cut.rest) {
+        float rs[each];
+        unpack<T>(rest[h][k], rs);
+        norm_all<T, plain>(rs, scale, weight, at, weight_type, rest_weight[k]);
+        store(head + at, packed<T>(rs));
       }
     }
   }
@@ -178,9 +161,11 @@ __global__ void __launch_bounds__(256, 1)
   const int64_t tokens_at_once = static_cast<int64_t>(gridDim.y) * gridDim.z;
   for (int64_t token = static_cast<int64_t>(blockIdx.z) * gridDim.y + blockIdx.y;
        token < a.tokens; token += tokens_at_once) {
-    const Head head = head_of(a, token);
-    T* x = static_cast<T*>(a.qkv) + head.at;
-    const int units = head.exists ? cut.units : 0, rest = head.exists ? cut.rest : 0;
+    const int head = blockIdx.x * blockDim.y + threadIdx.y;
+    const bool exists = head < a.query_heads + a.key_heads, is_query = head < a.query_heads;
+    T* x = static_cast<T*>(a.qkv) + token * a.token_stride +
+           static_cast<int64_t>(head) * a.head_size;
+    const int units = exists ? cut.units : 0, rest = exists ? cut.rest : 0;
     // With units of one pair the partial sums take turns over the elements of a lane.
     Squares squares;
     int place = 0;
@@ -195,8 +180,8 @@ __global__ void __launch_bounds__(256, 1)
       for (int e = 0; e < each; e++, place++) squares.add_at(place, single(x[at + e]));
     }
     const float scale = inverse_root(a, sum_of_lanes(squares.sum(), blockDim.x));
-    const void* weight = head.is_query ? a.query_weight : a.key_weight;
-    const int type = head.is_query ? a.query_weight_type : a.key_weight_type;
+    const void* weight = is_query ? a.query_weight : a.key_weight;
+    const int type = is_query ? a.query_weight_type : a.key_weight_type;
     auto value = [&](int at) {
       return normed<T>(single(x[at]), scale, type, read_as(type, weight, at));
     };
@@ -224,42 +209,59 @@ __global__ void __launch_bounds__(256, 1)
 }
 
 bool takes_vectors(const NormRotary& a, const Cut& cut, int lanes) {
+  constexpr int64_t most = int64_t{1} << 31;
   return cut.each == lanes && cut.units <= cut.lanes && cut.rest <= 2 * cut.lanes &&
          is_aligned(a.qkv) && a.token_stride % lanes == 0 && is_aligned(a.query_weight) &&
-         is_aligned(a.key_weight) && angles_are_aligned(a.angles, a.half, lanes);
+         is_aligned(a.key_weight) && angles_are_aligned(a.angles, a.half, lanes) &&
+         a.tokens <= kMaxRows && a.token_stride < most && a.tokens * a.token_stride < most;
+}
+
+template <class T, bool is_neox, int lanes>
+gpuError launch_lanes(const NormRotary& a, const Cut& cut, int heads, dim3 grid, dim3 block,
+                      gpuStream stream) {
+  const bool dependent = launches_depend();
+  if constexpr (lanes != 0) {
+    if (heads == 4) {
+      return launch(norm_rotary_of_vectors<T, is_neox, lanes, 4>, grid, block, stream, dependent,
+                    a, cut);
+    }
+    if (heads == 2) {
+      return launch(norm_rotary_of_vectors<T, is_neox, lanes, 2>, grid, block, stream, dependent,
+                    a, cut);
+    }
+  }
+  return launch(norm_rotary_of_vectors<T, is_neox, lanes, 1>, grid, block, stream, dependent, a,
+                cut);
 }
 
 template <class T, bool is_neox>
 gpuError launch_style(const NormRotary& a, gpuStream stream) {
   constexpr int64_t most = 65535;
   const Cut cut = cut_of(a.head_size, a.half, kLanes<T>);
-  const bool vectors = takes_vectors(a, cut, kLanes<T>) && a.tokens <= most * most;
+  const bool vectors = takes_vectors(a, cut, kLanes<T>);
+  const bool plain = vectors && cut.rest == 0 && cut.lanes >= 4 && cut.lanes <= 16 &&
+                     a.query_weight_type == a.type && a.key_weight_type == a.type &&
+                     a.angles.cache_type == a.type;
   const int64_t all = static_cast<int64_t>(a.query_heads) + a.key_heads;
-  const FusedLaunch how = fused_launch(cut.lanes, all, a.tokens, vectors && !cut.rest);
-  const int64_t chunks =
-      divided_up(a.query_heads, how.heads) + divided_up(a.key_heads, how.heads);
+  const FusedLaunch how = fused_launch(cut.lanes, all, a.tokens, plain);
+  const int64_t chunks = divided_up(a.query_heads, how.heads) + divided_up(a.key_heads, how.heads);
   const dim3 block(cut.lanes, how.rows);
   const int64_t high = a.tokens < most ? a.tokens : most, deep = divided_up(a.tokens, high);
   const dim3 grid(static_cast<unsigned>(divided_up(chunks, block.y)), static_cast<unsigned>(high),
                   static_cast<unsigned>(deep < most ? deep : most));
-  const bool dependent = launches_depend();
   if (!vectors) {
-    return launch(norm_rotary_of_pairs<T, is_neox>, grid, block, stream, dependent, a, cut);
-  }
-  if (cut.rest) {
-    return launch(norm_rotary_of_vectors<T, is_neox, true, 1>, grid, block, stream, dependent, a,
+    return launch(norm_rotary_of_pairs<T, is_neox>, grid, block, stream, launches_depend(), a,
                   cut);
   }
-  switch (how.heads) {
-    case 1:
-      return launch(norm_rotary_of_vectors<T, is_neox, false, 1>, grid, block, stream, dependent,
-                    a, cut);
-    case 2:
-      return launch(norm_rotary_of_vectors<T, is_neox, false, 2>, grid, block, stream, dependent,
-                    a, cut);
+  switch (plain ? cut.lanes : 0) {
+    case 4:
+      return launch_lanes<T, is_neox, 4>(a, cut, how.heads, grid, block, stream);
+    case 8:
+      return launch_lanes<T, is_neox, 8>(a, cut, how.heads, grid, block, stream);
+    case 16:
+      return launch_lanes<T, is_neox, 16>(a, cut, how.heads, grid, block, stream);
     default:
-      return launch(norm_rotary_of_vectors<T, is_neox, false, 4>, grid, block, stream, dependent,
-                    a, cut);
+      return launch_lanes<T, is_neox, 0>(a, cut, 1, grid, block, stream);
   }
 }
 

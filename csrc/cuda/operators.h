@@ -19,13 +19,21 @@ namespace vllm_fl {
 
 const char* error_text(gpuError error);
 
+#if defined(VLLM_FL_EMULATED)  // the tests run the kernels on the CPU
+
+c10::Device home_of(const TensorBase&) { return c10::Device(c10::DeviceType::CPU); }
+
+namespace {
+gpuStream current_stream(const TensorBase&) { return nullptr; }
+}  // namespace
+
+#else
+
 c10::Device home_of(const TensorBase& x) {
   return x.is_cuda() ? x.device() : c10::Device(c10::DeviceType::CUDA);
 }
 
 namespace {
-
-using at::Tensor;
 
 // torch's current stream of a device, by torch's C interface: its C++ has moved from release to
 // release, and lives in a library that only some builds of torch have.
@@ -47,6 +55,14 @@ gpuStream current_stream(const TensorBase& x) {
               x.device());
   return static_cast<gpuStream>(stream);
 }
+
+}  // namespace
+
+#endif
+
+namespace {
+
+using at::Tensor;
 
 void raise_if_failed(const char* op, gpuError error) {
   TORCH_CHECK(error == kSuccess, op, ": the kernel was not launched: ", error_text(error));
@@ -288,6 +304,7 @@ void fused_qk_norm_rope(const TensorBase& qkv, const HeadCounts& heads, int64_t 
   a.key_heads = static_cast<int>(heads.key);
   a.head_size = static_cast<int>(head_dim);
   a.half = static_cast<int>(cos_sin_cache.size(1) / 2);
+  a.of_average = 1.0f / static_cast<float>(head_dim);
   a.epsilon = static_cast<float>(eps);
   a.query_weight = data_of(of_query);
   a.key_weight = data_of(of_key);

@@ -11,10 +11,14 @@ namespace {
 template <class T, bool own_type, bool is_neox, int heads>
 __global__ void __launch_bounds__(512) rotary_of_vectors(const Rotary a) {
   constexpr int each = kLanes<T>;
-  const int64_t token = static_cast<int64_t>(blockIdx.z) * gridDim.y + blockIdx.y;
-  if (token >= a.tokens) return;
-  const int64_t queries = a.turned[0].heads, all = queries + a.turned[1].heads;
-  const int64_t first = static_cast<int64_t>(blockIdx.x) * blockDim.y * heads + threadIdx.y;
+  const uint32_t token = blockIdx.z * gridDim.y + blockIdx.y;
+  if (token >= static_cast<uint32_t>(a.tokens)) return;
+  const uint32_t queries = static_cast<uint32_t>(a.turned[0].heads);
+  const uint32_t all = queries + static_cast<uint32_t>(a.turned[1].heads);
+  const uint32_t first = blockIdx.x * blockDim.y * heads + threadIdx.y;
+  // 32 bits number the elements, and where a token begins is the same for all threads.
+  const uint32_t query_token = token * static_cast<uint32_t>(a.turned[0].token_stride);
+  const uint32_t key_token = token * static_cast<uint32_t>(a.turned[1].token_stride);
   const int units = a.half / each;
   await_previous_grid();
   const int64_t position = position_of(a.angles, token);
@@ -24,22 +28,24 @@ __global__ void __launch_bounds__(512) rotary_of_vectors(const Rotary a) {
     T* place[heads];
 #pragma unroll
     for (int k = 0; k < heads; k++) {
-      const int64_t head = first + k * static_cast<int>(blockDim.y);
+      const uint32_t head = first + k * blockDim.y;
       const bool is_query = head < queries;
-      const int64_t token_stride = is_query ? a.turned[0].token_stride : a.turned[1].token_stride;
-      const int64_t head_stride = is_query ? a.turned[0].head_stride : a.turned[1].head_stride;
+      const uint32_t head_stride =
+          static_cast<uint32_t>(is_query ? a.turned[0].head_stride : a.turned[1].head_stride);
       place[k] = static_cast<T*>(is_query ? a.turned[0].data : a.turned[1].data) +
-                 token * token_stride + (is_query ? head : head - queries) * head_stride;
+                 ((is_query ? query_token : key_token) +
+                  (is_query ? head : head - queries) * head_stride);
       if (head < all) {
         x[k] = load(place[k] + low);
         y[k] = load(place[k] + high);
       }
     }
+    const Turns<T, own_type> turns(a.angles, position, unit * each, a.half);
     float cosines[each], sines[each];
-    read_angles<T, own_type>(a.angles, position, unit * each, a.half, cosines, sines);
+    turns.look(a.angles, cosines, sines);
 #pragma unroll
     for (int k = 0; k < heads; k++) {
-      if (first + k * static_cast<int>(blockDim.y) < all) {
+      if (first + k * blockDim.y < all) {
         float v[each], w[each];
         unpack<T>(x[k], v);
         unpack<T>(y[k], w);
@@ -94,9 +100,14 @@ __global__ void __launch_bounds__(256, 1)
 
 bool takes_vectors(const Rotary& a, int lanes) {
   if (!a.is_simple || !angles_are_aligned(a.angles, a.half, lanes)) return false;
+  constexpr int64_t most = int64_t{1} << 31;
   for (const Heads& h : a.turned) {
     if (h.data == nullptr) continue;
     if (!is_aligned(h.data) || h.token_stride % lanes || h.head_stride % lanes) return false;
+    if (h.token_stride < 0 || h.head_stride < 0 || h.token_stride >= most ||
+        h.head_stride >= most || a.tokens * h.token_stride + h.heads * h.head_stride > most) {
+      return false;
+    }
   }
   return true;
 }
@@ -125,8 +136,7 @@ gpuError launch_vectors(const Rotary& a, gpuStream stream) {
 template <class T>
 gpuError launch_type(const Rotary& a, const RotaryRows& rows, gpuStream stream) {
   constexpr int64_t most = 65535;
-  // 65535 times as many tokens as one dimension of a grid has are beyond any memory.
-  if (takes_vectors(a, kLanes<T>) && a.tokens <= most * most) {
+  if (takes_vectors(a, kLanes<T>) && a.tokens <= kMaxRows) {
     const bool own_type = a.angles.cache_type == a.type;
     if (own_type) {
       return a.is_neox ? launch_vectors<T, true, true>(a, stream)

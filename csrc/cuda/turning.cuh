@@ -20,24 +20,37 @@ __device__ __forceinline__ int64_t position_of(const Angles& a, int64_t token) {
   return position >= 0 && position < a.cache_rows ? position : -1;
 }
 
-// Cosines and sines of `each` pairs from `first` on; NaN for position -1.
-template <class T, bool own_type, int each>
-__device__ __forceinline__ void read_angles(const Angles& a, int64_t position, int first, int half,
-                                            float (&cosines)[each], float (&sines)[each]) {
-  if (position < 0) {
-#pragma unroll
-    for (int e = 0; e < each; e++) cosines[e] = sines[e] = __uint_as_float(0x7fffffffu);
-    return;
+// Cosines and sines of `each` pairs. They are asked for before a sum is taken, and looked at
+// after it.
+template <class T, bool own_type>
+struct Turns {
+  static constexpr int each = kLanes<T>;
+  uint4 raw[2];
+  const void* cache;
+  int64_t at, half;
+
+  // Of the pairs from `first` on; NaN, in any type, for position -1.
+  __device__ __forceinline__ Turns(const Angles& a, int64_t position, int first, int half)
+      : cache(position < 0 ? nullptr : a.cache),
+        at(position * a.cache_stride + first),
+        half(half) {
+    raw[0] = raw[1] = make_uint4(~0u, ~0u, ~0u, ~0u);
+    if (own_type && position >= 0) {
+      raw[0] = load(static_cast<const T*>(a.cache) + at);
+      raw[1] = load(static_cast<const T*>(a.cache) + at + half);
+    }
   }
-  const int64_t at = position * a.cache_stride + first;
-  if constexpr (own_type) {
-    unpack<T>(load(static_cast<const T*>(a.cache) + at), cosines);
-    unpack<T>(load(static_cast<const T*>(a.cache) + at + half), sines);
-  } else {
-    read_all(a.cache_type, a.cache, at, cosines);
-    read_all(a.cache_type, a.cache, at + half, sines);
+
+  __device__ __forceinline__ void look(const Angles& a, float (&cosines)[each],
+                                       float (&sines)[each]) const {
+    unpack<T>(raw[0], cosines);
+    unpack<T>(raw[1], sines);
+    if (!own_type && cache != nullptr) {
+      read_all(a.cache_type, cache, at, cosines);
+      read_all(a.cache_type, cache, at + half, sines);
+    }
   }
-}
+};
 
 struct Pair {
   float low, high;
