@@ -114,11 +114,12 @@ def seed_weights(module: Any) -> None:
             generator = torch.Generator(device=parameter.device).manual_seed(seed)
             noise = torch.randn(parameter.shape, device=parameter.device, generator=generator)
             if parameter.dim() == 1:
-                parameter.data.copy_(1 + 0.1 * noise)
+                values = 1 + 0.1 * noise
             else:
                 embeds = "embed" in name or "lm_head" in name
-                scale = 0.08 if embeds else parameter.shape[-1] ** -0.5
-                parameter.data.copy_(noise * scale)
+                values = noise * (0.08 if embeds else parameter.shape[-1] ** -0.5)
+            # A float32 model has the weights that the others have.
+            parameter.data.copy_(values.to(torch.bfloat16))
 
 
 def model_of(llm: Any) -> Any:
@@ -146,6 +147,7 @@ def engine(arguments: argparse.Namespace, mode: str) -> Any:
         gpu_memory_utilization=arguments.memory,
         kv_cache_memory_bytes=4 << 30,
         disable_log_stats=True,
+        dtype=arguments.dtype,
         **options,
     )
     seed_weights(model_of(llm))
@@ -380,6 +382,7 @@ def parser() -> argparse.ArgumentParser:
         command.add_argument("out")
         command.add_argument("--attention")
         command.add_argument("--stock", action="store_true", help="without the plugin")
+        command.add_argument("--dtype", default="bfloat16", help="what the model computes in")
         command.add_argument(
             "--memory", type=float, default=0.4, help="share of the GPU's memory that must be free"
         )

@@ -203,13 +203,14 @@ def _model(
     *,
     gems: bool = True,
     env: dict[str, str] | None = None,
+    more: tuple[str, ...] = (),
 ) -> Job:
     name = f"{shape}-{mode}-{who}"
     result = results / f"{name}.json"
     command = (
         _script("model"), "run", shape, str(result), "--mode", mode, "--attention", ATTENTION,
         "--memory", str(memory), "--lock", str(results / "gpu.lock"),
-        *(("--stock",) if who == "stock" else ()),
+        *(("--stock",) if who in ("stock", "float32") else ()), *more,
     )  # fmt: skip
     return Job(
         name=name, step=step, command=command, result=result, env=env or {}, gems=gems,
@@ -220,6 +221,8 @@ def _model(
 
 
 def _models(site: Site, results: Path, device: str, memory: float) -> Iterator[Job]:
+    exact = ("--dtype", "float32", "--repeat", "0")
+    yield _model(results, memory, "models", "float32", "q06", "eager", more=exact)
     for everyone in (("stock", "plugin"), ("plugin-nogems",)):
         for mode in ("decode-graph", "eager", "graph"):
             for shape in SHAPES:

@@ -103,6 +103,20 @@ def noise(found: dict[tuple[str, str, str], Result], shape: str) -> float | None
     return distance(*pair)["mean"] if pair[0] and pair[1] else None
 
 
+def to_float32(results: Path, found: dict[tuple[str, str, str], Result]) -> str:
+    """How far each engine is from stock vLLM in float32 with the same weights."""
+    rows = []
+    for (shape, mode, who), result in found.items():
+        exact = load(results / f"{shape}-eager-float32.json")
+        if exact is not None:
+            apart = distance(result, exact)
+            rows.append([shape, mode, WHO[who], f"{apart['mean']:.4f}", f"{apart['largest']:.3f}"])
+    if not rows:
+        return ""
+    columns = ["shape", "mode", "vLLM", "mean d logprob", "largest"]
+    return f"### Distance to float32\n\n{table(columns, rows)}"
+
+
 def model_table(found: dict[tuple[str, str, str], Result]) -> str:
     """A row for each engine."""
     rows = []
@@ -353,5 +367,6 @@ def text_of(results: Path, full: bool = False) -> str:
     parts.append(doctor_lines(results))
     if found:
         columns = ["goal", "limit", "worst", "where", "values", "verdict"]
-        parts += [model_table(found), f"### Goals\n\n{table(columns, model_goals(found))}"]
+        parts += [model_table(found), to_float32(results, found)]
+        parts += [f"### Goals\n\n{table(columns, model_goals(found))}"]
     return "\n\n".join(part.strip() for part in parts if part.strip()) + "\n"

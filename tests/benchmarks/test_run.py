@@ -74,7 +74,7 @@ def test_models_run_in_both_shapes_in_all_modes_with_flaggems_and_without(make_s
         for shape in ("q06", "q4")
         for mode in ("eager", "decode-graph", "graph")
         for who in ("stock", "plugin", "plugin-nogems")
-    }
+    } | {"q06-eager-float32"}
     runners = {
         job.env["VLLM_USE_V2_MODEL_RUNNER"]
         for job in jobs(make_site(extension=False), tmp_path, "--steps", "empty")
