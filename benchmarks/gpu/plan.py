@@ -263,6 +263,8 @@ def _empty(site: Site, results: Path, device: str, memory: float) -> Iterator[Jo
             for who, runner in (("empty", "1"), ("empty-runner1", "0")):
                 env = {"VLLM_USE_V2_MODEL_RUNNER": runner}
                 yield _model(results, memory, "empty", who, shape, mode, env=env)
+    for mode in ("graph", "decode-graph", "eager"):  # the runner that vLLM itself chooses
+        yield _model(results, memory, "empty", "empty", "moe", mode)
     for mode in ("decode-graph", "eager"):
         env = {"VLLM_USE_V2_MODEL_RUNNER": "1"}
         yield _model(results, memory, "empty", "empty-nogems", "q06", mode, gems=False, env=env)

@@ -75,11 +75,11 @@ def test_models_run_in_both_shapes_in_all_modes_with_flaggems_and_without(make_s
         for mode in ("eager", "decode-graph", "graph")
         for who in ("stock", "plugin", "plugin-nogems")
     } | {"q06-eager-float32"}
-    runners = {
-        job.env["VLLM_USE_V2_MODEL_RUNNER"]
-        for job in jobs(make_site(extension=False), tmp_path, "--steps", "empty")
-    }
-    assert runners == {"0", "1"}
+    empty = jobs(make_site(extension=False), tmp_path, "--steps", "empty")
+    dense = [job for job in empty if job.shape != "moe"]
+    assert {job.env["VLLM_USE_V2_MODEL_RUNNER"] for job in dense} == {"0", "1"}
+    experts = {job.name for job in empty if job.shape == "moe"}
+    assert experts == {f"moe-{mode}-empty" for mode in ("eager", "decode-graph", "graph")}
 
 
 def test_a_dry_run_prints_commands_and_makes_nothing(make_site, tmp_path, capsys):

@@ -132,8 +132,8 @@ class Engines:
         "log".
 
         Args:
-            model: "demo", or one without a tokenizer: "tiny" (a Qwen3), "tiny_llama" or
-                "tiny_gemma".
+            model: "demo", or one without a tokenizer: "tiny" (a Qwen3), "tiny_moe",
+                "tiny_llama" or "tiny_gemma".
             changes: of the environment, see `environment`.
             prompts: None takes 8 texts for "demo", 8 lists of token ids for the others.
             logprobs: of the prompts, too.
@@ -241,3 +241,9 @@ def tiny_gemma_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def tiny_gemma3_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A Gemma 3 of two layers with random weights: one local, one global."""
     return write_tiny(tmp_path_factory.mktemp("tiny_gemma3"), "gemma3")
+
+
+@pytest.fixture(scope="session")
+def tiny_moe_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A Qwen3-MoE of two layers with random weights."""
+    return write_tiny(tmp_path_factory.mktemp("tiny_moe"), "qwen3_moe")

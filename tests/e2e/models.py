@@ -23,6 +23,18 @@ FAMILIES: dict[str, tuple[str, str, dict[str, Any]]] = {
     "llama": ("LlamaConfig", "LlamaForCausalLM", {"tie_word_embeddings": False}),
     # norms over query and key heads
     "qwen3": ("Qwen3Config", "Qwen3ForCausalLM", {"tie_word_embeddings": False}),
+    # experts, two of eight for each token, and no other MLP
+    "qwen3_moe": (
+        "Qwen3MoeConfig",
+        "Qwen3MoeForCausalLM",
+        {
+            "num_experts": 8,
+            "num_experts_per_tok": 2,
+            "moe_intermediate_size": 128,
+            "norm_topk_prob": True,
+            "tie_word_embeddings": False,
+        },
+    ),
     # norms that add 1 to their weight, gelu, embeddings that are scaled and tied
     "gemma": (
         "GemmaConfig",
@@ -71,6 +83,6 @@ def tiny(path: Path, family: str, *, layers: int = 2, seed: int = 0) -> Path:
                 weight.normal_(0.0, 0.005 if tied else 1.0, generator=generator)
             else:
                 scale = 2.0 if tied and name.endswith(("o_proj.weight", "down_proj.weight")) else 1
-                weight.normal_(0.0, scale * weight.shape[1] ** -0.5, generator=generator)
+                weight.normal_(0.0, scale * weight.shape[-1] ** -0.5, generator=generator)
     model.save_pretrained(path)
     return path

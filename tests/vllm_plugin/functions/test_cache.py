@@ -7,7 +7,8 @@ import pytest
 import torch
 
 from vllm_fl.ops.cache import CONCAT_AND_CACHE_MLA, RESHAPE_AND_CACHE_FLASH
-from vllm_fl.vllm_plugin.functions import cache
+from vllm_fl.vllm_plugin.functions import FUNCTIONS, cache, serve
+from vllm_fl.vllm_plugin.layers.serve import ServedOp
 
 from .helpers import inputs, vllm_module
 
@@ -88,3 +89,26 @@ def test_where_attention_is_traced_a_compiled_model_keeps_vllms_own(
     assert chosen(path).startswith("the compiler traces its callers")
     load()
     assert chosen(path) == "reference.torch"
+
+
+def test_what_nobody_asked_for_is_not_even_bound(register, register_impl, monkeypatch) -> None:
+    """Binding loads kernel libraries; on a stock GPU most functions stay native."""
+    vllm_module("_custom_ops")
+    asked: list[str] = []
+
+    def bind_served(op, facts, how, native):
+        if native is None:
+            asked.append(op)
+        return ServedOp(op, None, native or "")
+
+    monkeypatch.setattr(serve, "bind_served", bind_served)
+    monkeypatch.setattr(serve, "on_cpu", lambda: False)
+    monkeypatch.setattr(serve, "has_kernels", lambda names: True)
+    monkeypatch.setattr(serve, "runs_triton", lambda: True)
+    register()
+    register_impl("moe_sum", lambda input, topk_ids=None, expert_map=None: input[:, 0])
+    serve.bind(FUNCTIONS)
+    assert asked == []
+    register(PER_OP="moe_sum=reference")
+    serve.bind(FUNCTIONS)
+    assert asked == ["moe_sum"]

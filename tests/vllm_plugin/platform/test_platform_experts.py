@@ -4,7 +4,12 @@
 from __future__ import annotations
 
 import importlib
+import json
+import os
+import subprocess
+import sys
 import warnings
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -88,3 +93,23 @@ def test_without_triton_there_are_none(monkeypatch) -> None:
     monkeypatch.setattr("vllm.triton_utils.HAS_TRITON", False)
     with pytest.raises(ValueError, match="there is no Triton for this chip here; install the"):
         platform_experts.triton_experts(moe_config())
+
+
+def test_a_layer_of_experts_runs_on_the_platform_without_vllms_extension(tmp_path: Path) -> None:
+    script = Path(__file__).with_name("experts_dry_run.py")
+    done = subprocess.run(
+        [sys.executable, str(script), str(tmp_path)],
+        env={**os.environ, "VLLM_FL_PLATFORM": "cuda", "VLLM_PLUGINS": ""},
+        capture_output=True,
+        text=True,
+        timeout=180,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr[-4000:]
+    found = json.loads(done.stdout.splitlines()[-1])
+    assert found["experts"] == "TritonExperts"
+    assert found["off"] < 1e-5 < found["size"]
+    assert found["calls"] == {
+        op: ["reference.torch", 1]
+        for op in ("topk_softmax", "moe_align_block_size", "silu_and_mul", "moe_sum")
+    }
