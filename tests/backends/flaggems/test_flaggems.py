@@ -7,6 +7,7 @@ import json
 import os
 import subprocess
 import sys
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -14,6 +15,7 @@ from packaging.version import Version
 
 from vllm_fl.backends.flaggems import flaggems, register_ops, versions
 from vllm_fl.backends.flaggems.flaggems import GEMS_VENDORS, FlagGemsBackend, backend
+from vllm_fl.backends.flaggems.impl import moe
 from vllm_fl.backends.vendor import devices
 from vllm_fl.dispatch import OpManager, SelectionPolicy
 from vllm_fl.dispatch.config import Config
@@ -172,3 +174,18 @@ def test_registering_asking_and_explaining_import_nothing_and_touch_no_device() 
 
 def test_the_module_says_which_names_it_exports() -> None:
     assert set(flaggems.__all__) == {"GEMS_VENDORS", "FlagGemsBackend", "backend"}
+
+
+def test_a_kernel_with_sizes_among_its_constants_is_compiled_for_few(monkeypatch) -> None:
+    """moe_align_block_size: once for each power of two of the room, and not for each batch."""
+    seen = set()
+
+    def kernel(ids, experts, block_size, sorted_ids, expert_ids, used) -> None:
+        seen.add((sorted_ids.numel(), expert_ids.numel()))
+
+    monkeypatch.setattr(moe, "kernels", SimpleNamespace(moe_align_block_size_triton=kernel))
+    for tokens in range(1, 1001):
+        ids = torch.zeros(tokens, 8, dtype=torch.int32)
+        sorted_ids, expert_ids, _ = moe.moe_align_block_size(ids, 64, 128)
+        assert sorted_ids.numel() >= 8 * tokens and expert_ids.numel() * 64 >= sorted_ids.numel()
+    assert seen == {(1 << 14, 1 << 8)}  # from 8 + 129 * 64 entries to 8000 + 129 * 64

@@ -184,8 +184,10 @@ def moe_align_block_size(
     used = new(1, dtype=torch.int32)
     if not choices:
         return new(0, dtype=torch.int32), new(0, dtype=torch.int32), used.zero_()
-    # Ids of no expert go to one behind the others, whose blocks come last and are taken off.
-    room = choices + (num_experts + 1) * block_size
+    # Ids of no expert go to one behind the others, whose blocks come last and are taken off. The
+    # sizes are constants of a kernel, which would be compiled for each number of tokens anew: a
+    # power of two leaves it few.
+    room = 1 << (choices + (num_experts + 1) * block_size - 1).bit_length()
     sorted_ids = new(room, dtype=torch.int32)
     expert_ids = new(-(-room // block_size), dtype=torch.int32)
     nobody = (topk_ids < 0) | (topk_ids >= num_experts)
