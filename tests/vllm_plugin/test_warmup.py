@@ -13,7 +13,7 @@ from vllm_fl.backends import Backend
 from vllm_fl.backends.flaggems.flaggems import FlagGemsBackend
 from vllm_fl.backends.vendor.cuda.cuda import CudaBackend
 from vllm_fl.vllm_plugin import warmup
-from vllm_fl.vllm_plugin.warmup import token_counts, warm_up
+from vllm_fl.vllm_plugin.warmup import fitting, token_counts, warm_up
 
 
 class Triton(Backend):
@@ -46,9 +46,9 @@ class Runner:
 
 def worker_of(runner: Any, *, tokens: int = 32, captured: Any = None) -> Any:
     config = SimpleNamespace(
-        scheduler_config=SimpleNamespace(max_num_batched_tokens=tokens),
+        scheduler_config=SimpleNamespace(max_num_batched_tokens=tokens, max_num_seqs=256),
         compilation_config=SimpleNamespace(cudagraph_capture_sizes=captured),
-        model_config=SimpleNamespace(get_vocab_size=lambda: 40),
+        model_config=SimpleNamespace(get_vocab_size=lambda: 40, max_model_len=2048),
     )
     return SimpleNamespace(model_runner=runner, vllm_config=config)
 
@@ -165,3 +165,17 @@ def test_what_serves_only_the_calls_that_a_guard_refuses_is_not_warmed_up(monkey
     assert warmup.compiling() == {}
     monkeypatch.setattr(warmup, "layers", served_by(slow, fast))
     assert warmup.compiling() == {"default.slow": ("rms_norm",)}
+
+
+@pytest.mark.parametrize(("requests", "longest"), [(1024, 512), (256, 40), (64, 4096), (3, 17)])
+def test_no_request_of_a_dummy_run_is_longer_than_the_model_allows(requests, longest) -> None:
+    for size in token_counts(16384):
+        fitted = fitting(size, requests, longest)
+        if not fitted:
+            assert size // min(size, requests) >= longest
+            continue
+        each, rest = divmod(fitted, min(fitted, requests))
+        assert each + rest <= longest
+        assert (fitted % 16 == 0) == (size % 16 == 0)
+    assert fitting(16383, 1024, 512) == 15361
+    assert fitting(8193, 1024, 512) == 8193

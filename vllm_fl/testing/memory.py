@@ -180,9 +180,14 @@ def fresh_memory_is_nan() -> Iterator[None]:
 
 
 def synchronize(device: str) -> None:
-    """Wait for the device, so that an error shows where it was made."""
+    """Wait for the device, so that an error shows where it was made.
+
+    A launch that the driver refused, as it does an empty one, is told to whoever launches next:
+    here that is us, and not a right kernel.
+    """
     kind = device.partition(":")[0]
     if kind != "cpu":
+        torch.empty(1, device=device).add_(1)
         getattr(torch, kind).synchronize()
 
 

@@ -22,7 +22,7 @@ from .functions.serve import records as functions
 from .fusions.serve import records as modules
 from .layers.serve import records as layers
 
-__all__ = ["compiling", "token_counts", "warm_up", "warming"]
+__all__ = ["compiling", "fitting", "token_counts", "warm_up", "warming"]
 
 _REQUESTS = (1, 16, 17)
 """Batches of the functions that no dummy run reaches: their kernels see rows, one by one."""
@@ -73,6 +73,21 @@ def token_counts(largest: int, captured: tuple[int, ...] = ()) -> tuple[int, ...
     return tuple(sorted({n for n in (*near, *captured, largest) if 0 < n <= largest}, reverse=True))
 
 
+def fitting(size: int, requests: int, longest: int) -> int:
+    """A size of the same class that a dummy run can take, or 0.
+
+    vLLM divides the tokens by its largest number of requests and gives the last one the rest, which
+    may make it longer than the model allows: its attention then reads past the tables of blocks.
+    """
+    each, rest = divmod(size, min(size, requests))
+    if each + rest <= longest:
+        return size
+    if each + 1 > longest:
+        return 0
+    even = size - rest
+    return even if (size % 16 == 0) == (even % 16 == 0) else even + 1
+
+
 def warm_up(worker: Any) -> None:
     """Run what is compiled at its first call. What fails is a warning: it fails again, or is only
     slow, when a request comes."""
@@ -92,10 +107,14 @@ def warm_up(worker: Any) -> None:
     from vllm.config import CUDAGraphMode
 
     config = worker.vllm_config
-    sizes = token_counts(
-        config.scheduler_config.max_num_batched_tokens,
+    scheduler = config.scheduler_config
+    wanted = token_counts(
+        scheduler.max_num_batched_tokens,
         tuple(config.compilation_config.cudagraph_capture_sizes or ()),
     )
+    longest = config.model_config.max_model_len
+    fitted = (fitting(size, scheduler.max_num_seqs, longest) for size in wanted)
+    sizes = tuple(dict.fromkeys(size for size in fitted if size))
     start = time.perf_counter()
     size = 0
     try:

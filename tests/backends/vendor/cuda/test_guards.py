@@ -298,3 +298,23 @@ def test_what_lies_elsewhere_or_has_another_form_is_refused(name) -> None:
         supports = IMPLS[op].supports
         assert supports is not None
         assert said in str(supports(*args))
+
+
+@pytest.mark.parametrize(
+    ("op", "args", "shapes"),
+    [
+        ("rms_norm", (torch.ones(0, 64), torch.ones(64), 1e-6), [(0, 64)]),
+        (
+            "fused_add_rms_norm",
+            (torch.ones(0, 64), torch.ones(0, 64), torch.ones(64), 1e-6),
+            [(0, 64), (0, 64)],
+        ),
+        ("topk_softmax", (torch.ones(0, 16), 2), [(0, 2), (0, 2)]),
+        ("moe_sum", (torch.ones(0, 2, 64),), [(0, 64)]),
+    ],
+)
+def test_nothing_is_launched_for_no_tokens(op, args, shapes) -> None:
+    """An H200 calls an empty launch an error, and tells it to the next one."""
+    result = IMPLS[op].fn(*args)
+    found = result if isinstance(result, tuple) else (result,)
+    assert [tuple(t.shape) for t in found] == shapes

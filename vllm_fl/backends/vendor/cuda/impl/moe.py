@@ -46,6 +46,8 @@ def topk_softmax(
     weights = torch.empty(shape, dtype=torch.float32, device=device)
     ids = torch.empty(shape, dtype=torch.int32, device=device)
     rows = torch.empty(shape, dtype=torch.int32, device=device)
+    if not gating_output.shape[0]:  # an empty launch is an error, which the next launch is told
+        return weights, ids
     torch.ops._moe_C.topk_softmax(
         weights, ids, rows, gating_output, renormalize, e_score_correction_bias
     )
@@ -72,6 +74,8 @@ def moe_sum(
 ) -> torch.Tensor:
     """(tokens, topk, hidden) -> (tokens, hidden)."""
     out = input.new_empty(input.shape[0], input.shape[2])
+    if not out.numel():  # as above
+        return out
     torch.ops._moe_C.moe_sum(input, out)
     return out
 

@@ -78,6 +78,8 @@ def rms_norm(
 ) -> torch.Tensor:
     """x: (..., hidden), weight: (hidden,) or None -> a contiguous tensor of x's shape and dtype."""
     out = torch.empty(x.shape, device=x.device, dtype=x.dtype)
+    if not x.numel():  # an empty launch is an error, which the next launch is told
+        return out
     if x.data_ptr() % ALIGNMENT:
         x = x.clone()
     torch.ops._C.rms_norm(out, x, weight, epsilon)
@@ -100,6 +102,8 @@ def fused_add_rms_norm(
     """In place: x becomes the norm, residual the sum. Returns both.
 
     Where they overlap, both cannot be: they stay as they are and new tensors are returned."""
+    if not x.numel():  # as above
+        return x, residual
     x_at, residual_at = x.data_ptr(), residual.data_ptr()
     overlap = abs(x_at - residual_at) < x.nbytes
     if overlap or (x_at | residual_at) % ALIGNMENT:
