@@ -20,6 +20,7 @@ __all__ = [
     "platform_device",
     "platform_has_kernels",
     "runs_triton",
+    "tuned_by_vllm",
 ]
 
 
@@ -88,14 +89,16 @@ def on_cpu() -> bool:
 
 
 def runs_triton() -> bool:
-    """Whether vLLM's own Triton kernels were made for this platform's device.
-
-    vLLM tunes them for the vendors that it has a platform for, with its extension or without;
-    on other chips, priority decides.
-    """
+    """Whether vLLM's own Triton kernels can run."""
     from vllm.triton_utils import HAS_TRITON
 
-    return bool(HAS_TRITON) and get_default_manager().device.vendor in ("cuda", "rocm", "xpu")
+    return bool(HAS_TRITON)
+
+
+def tuned_by_vllm() -> bool:
+    """Whether the device is of a vendor for whose devices vLLM makes kernels, with its extension
+    or without."""
+    return get_default_manager().device.vendor in ("cuda", "rocm", "xpu")
 
 
 def batch_invariant() -> bool:

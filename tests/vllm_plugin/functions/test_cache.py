@@ -105,6 +105,7 @@ def test_what_nobody_asked_for_is_not_even_bound(register, register_impl, monkey
     monkeypatch.setattr(serve, "on_cpu", lambda: False)
     monkeypatch.setattr(serve, "has_kernels", lambda names: True)
     monkeypatch.setattr(serve, "runs_triton", lambda: True)
+    monkeypatch.setattr(serve, "tuned_by_vllm", lambda: True)
     register()
     register_impl("moe_sum", lambda input, topk_ids=None, expert_map=None: input[:, 0])
     serve.bind(FUNCTIONS)
@@ -112,3 +113,19 @@ def test_what_nobody_asked_for_is_not_even_bound(register, register_impl, monkey
     register(PER_OP="moe_sum=reference")
     serve.bind(FUNCTIONS)
     assert asked == ["moe_sum"]
+
+
+@pytest.mark.parametrize("kind", ["reference", "vendor"])
+def test_on_another_vendors_chip_a_kernel_of_theirs_goes_before_vllms_triton(
+    register, register_impl, monkeypatch, chosen, kind
+) -> None:
+    vllm_module(TRITON)
+    monkeypatch.setattr(serve, "on_cpu", lambda: False)
+    monkeypatch.setattr(serve, "runs_triton", lambda: True)
+    register()
+    if kind == "vendor":
+        register_impl("reshape_and_cache_flash", RESHAPE_AND_CACHE_FLASH.reference)
+    serve.bind(FUNCTIONS)
+    said = chosen(f"vllm.{TRITON}:triton_reshape_and_cache_flash")
+    assert (said == "vendor.cpu.test") is (kind == "vendor")
+    assert said.startswith("vLLM's own kernel is here") is (kind == "reference")

@@ -20,9 +20,10 @@ from typing import Any
 from ...dispatch.binding import annotate
 from ...dispatch.default import get_default_manager
 from ...dispatch.log import logger
+from ...dispatch.types import BackendImplKind
 from .. import hooks
 from ..compile import EAGER
-from ..features import batch_invariant, has_kernels, on_cpu, runs_triton
+from ..features import batch_invariant, has_kernels, on_cpu, runs_triton, tuned_by_vllm
 from ..layers.serve import Asked, ServedOp, bind_served
 
 __all__ = [
@@ -35,6 +36,8 @@ __all__ = [
     "records",
     "release",
 ]
+
+_REFERENCE = BackendImplKind.REFERENCE
 
 TRITON = "triton"
 """What a function needs that runs a Triton kernel of vLLM's own."""
@@ -268,9 +271,12 @@ def _why_kept(spec: FunctionSpec) -> str | None:
     decision = get_default_manager().decide(
         spec.op, mode=EAGER, layer=True, batch_invariant=batch_invariant()
     )
-    if decision.by_priority:
-        return f"vLLM's own kernel is here, and no order names an implementation of {spec.op}"
-    return None
+    winner = decision.winner
+    if winner is None or not decision.by_priority:
+        return None
+    if TRITON in spec.needs and not tuned_by_vllm() and winner.kind is not _REFERENCE:
+        return None  # Triton runs there, and priority knows better than vLLM what is fast
+    return f"vLLM's own kernel is here, and no order names an implementation of {spec.op}"
 
 
 def _replacement(served: list[ServedFunction]) -> Callable[..., Any]:
