@@ -84,8 +84,11 @@ def rows(tokens: int, dtype: torch.dtype, theirs: Any) -> dict[str, tuple[Any, .
     out, weight = torch.empty_like(x), torch.rand(576).to(dtype)
     query, key, _ = torch.randn(tokens, 960).to(dtype).split((576, 192, 192), dim=-1)
     rope = (torch.arange(tokens), query, key, 64, torch.randn(2048, 64).to(dtype), True)
-    whole = (torch.randn(tokens, 960).to(dtype), 9, 3, 3, 64, 1e-6, weight[:64], weight[64:128],
-             rope[4], True, rope[0])  # fmt: skip
+    # Written in place again and again, values must neither grow nor become subnormal.
+    ones, angles = torch.ones(64, dtype=dtype), 6.3 * torch.rand(2048, 32)
+    turns = torch.cat((angles.cos(), angles.sin()), dim=-1).to(dtype)
+    qkv = torch.randn(tokens, 960).to(dtype)
+    whole = (qkv, 9, 3, 3, 64, 1e-6, ones, ones, turns, True, torch.arange(tokens))
     norm, fused = (x, weight, 1e-6, None), (x, residual, weight, 1e-6, None)
     return {
         "silu_and_mul": (

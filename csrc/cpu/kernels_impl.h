@@ -173,9 +173,9 @@ void rotary(const Rotary& a, int64_t begin, int64_t end) {
 
 // What `norm` and then `rotary` give: a normed value is rounded to T before it is rotated.
 template <class T, class W, class C>
-void norm_and_turn(T* head, const W* weight, const QkNormRope& a, const C* cos, const C* sin) {
+void norm_and_turn(T* head, float scale, const W* weight, const QkNormRope& a, const C* cos,
+                   const C* sin) {
   Plain<T> source{head};
-  const float scale = inverse_root(source, a.head_dim, a.epsilon);
   auto normed = [&](int64_t i, auto count) {
     return rounded<T>(weighted<T>(source.at(i, count) * scale, weight + i, 0.0f, count));
   };
@@ -202,16 +202,30 @@ void norm_and_turn(T* head, const W* weight, const QkNormRope& a, const C* cos, 
   });
 }
 
+// The roots of some heads come first: each waits long for its sum, and so they wait together (12
+// heads of 64 in bfloat16, 512 tokens: 118 us instead of 220).
+constexpr int64_t kHeadsAtOnce = 32;
+
 template <class T, class W>
 void qk_norm_rope(const QkNormRope& a, int64_t begin, int64_t end) {
+  float scales[kHeadsAtOnce];
+  const int64_t heads = a.q_heads + a.k_heads;
   const W* q_weight = static_cast<const W*>(a.q_weight);
   const W* k_weight = static_cast<const W*>(a.k_weight);
   for (int64_t token = begin; token < end; token++) {
     const T* cos = static_cast<const T*>(a.cache) + a.positions[token] * a.cache_stride;
     const T* sin = cos + a.half;
-    T* head = static_cast<T*>(a.qkv) + a.rows.offset(token);
-    for (int64_t h = 0; h < a.q_heads + a.k_heads; h++, head += a.head_dim) {
-      norm_and_turn(head, h < a.q_heads ? q_weight : k_weight, a, cos, sin);
+    T* row = static_cast<T*>(a.qkv) + a.rows.offset(token);
+    for (int64_t first = 0; first < heads; first += kHeadsAtOnce) {
+      const int64_t last = first + kHeadsAtOnce < heads ? first + kHeadsAtOnce : heads;
+      for (int64_t h = first; h < last; h++) {
+        Plain<T> source{row + h * a.head_dim};
+        scales[h - first] = inverse_root(source, a.head_dim, a.epsilon);
+      }
+      for (int64_t h = first; h < last; h++) {
+        norm_and_turn(row + h * a.head_dim, scales[h - first],
+                      h < a.q_heads ? q_weight : k_weight, a, cos, sin);
+      }
     }
   }
 }
