@@ -112,8 +112,9 @@ DYNAMIC_PER_TOKEN_QUANT_INT8 = OpContract(
         CallSite(
             "vllm._custom_ops:scaled_int8_quant",
             "the function, which is looked up at each call; where nothing is compiled",
-            ("cpu", "cuda"),
-            "without a scale and symmetric; the INT8 linear layers",
+            ("cuda",),
+            "without a scale and symmetric; the INT8 linear layers. On CPU vLLM has a kernel for them "
+            "too, and is left alone",
         ),
     ),
     source="https://arxiv.org/abs/2206.01861, section 4.1",

@@ -8,7 +8,8 @@ import torch
 
 from vllm_fl.ops.quantization import DYNAMIC_PER_TOKEN_QUANT_INT8, W8A8_BLOCK_FP8_MATMUL
 from vllm_fl.ops.quantization_fp8 import PER_TOKEN_GROUP_QUANT_FP8, SCALED_FP8_QUANT
-from vllm_fl.vllm_plugin.functions import quantization
+from vllm_fl.vllm_plugin.functions import FUNCTIONS, quantization, serve
+from vllm_fl.vllm_plugin.routes import route_rows
 
 from .helpers import inputs, right, vllm_module
 
@@ -104,3 +105,13 @@ def test_another_fp8_is_vllms_own_business(monkeypatch) -> None:
     x = torch.randn(2, 8)
     assert quantization._scaled_fp8(x) is None
     assert quantization._group_fp8(x, 4, use_ue8m0=False) is None
+
+
+def test_on_a_cpu_no_route_is_listed_that_vllm_does_not_take(register, ops) -> None:
+    register()
+    serve.bind(FUNCTIONS)
+    assert {record.spec.op for record in serve.records} <= {
+        "apply_repetition_penalties",
+        "apply_top_k_top_p",
+    }
+    assert route_rows() == []

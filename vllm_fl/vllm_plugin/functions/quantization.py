@@ -160,6 +160,7 @@ SCALED_INT8_QUANT = FunctionSpec(
     finish=_without_azp,
     needs=("_C.static_scaled_int8_quant", "_C.dynamic_scaled_int8_quant"),
     traced=always,
+    cpu=False,
 )
 
 PER_TOKEN_QUANT_INT8 = FunctionSpec(
