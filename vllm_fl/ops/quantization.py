@@ -113,8 +113,8 @@ DYNAMIC_PER_TOKEN_QUANT_INT8 = OpContract(
             "vllm._custom_ops:scaled_int8_quant",
             "the function, which is looked up at each call; where nothing is compiled",
             ("cuda",),
-            "without a scale and symmetric; the INT8 linear layers. On CPU vLLM has a kernel for them "
-            "too, and is left alone",
+            "without a scale and symmetric; the INT8 linear layers. On CPU vLLM has a kernel for "
+            "them too, and is left alone",
         ),
     ),
     source="https://arxiv.org/abs/2206.01861, section 4.1",
