@@ -60,40 +60,23 @@ __device__ __forceinline__ int64_t place_of(const Gated& a, int64_t row) {
 
 // flat: a block has the threads of one row, the rows have one dimension, and 32 bits number the
 // elements.
-template <Gate gate, class T, bool flat, int unroll, Hint hint>
+template <Gate gate, class T, bool flat>
 __global__ void __launch_bounds__(512) gated_vectors(const Gated a) {
   constexpr int each = kLanes<T>;
   using Index = std::conditional_t<flat, uint32_t, int64_t>;
   const Index row = flat ? blockIdx.z * gridDim.y + blockIdx.y : row_of_grid();
-  const unsigned count = static_cast<unsigned>(a.width) / each;
-  const unsigned first = blockIdx.x * unroll * blockDim.x + threadIdx.x;
-  if (row >= static_cast<Index>(a.rows)) return;
+  const unsigned i = blockIdx.x * blockDim.x + threadIdx.x;
+  if (row >= static_cast<Index>(a.rows) || i >= static_cast<unsigned>(a.width) / each) return;
   const Index place = flat ? row * static_cast<Index>(a.strides.outer) : place_of(a, row);
   const Index target = row * static_cast<Index>(a.width);
-  const T* gates = static_cast<const T*>(a.gate);
-  const T* ups = static_cast<const T*>(a.up);
-  T* out = static_cast<T*>(a.out);
   await_previous_grid();
-  uint4 g[unroll], u[unroll];
+  const uint4 gates = load(static_cast<const T*>(a.gate) + (place + i * each));
+  const uint4 ups = load(static_cast<const T*>(a.up) + (place + i * each));
+  float x[each];
+  unpack<T>(gates, x);
 #pragma unroll
-  for (int k = 0; k < unroll; k++) {
-    const unsigned i = first + k * blockDim.x;
-    if (i < count) {
-      g[k] = load<hint>(gates + (place + i * each));
-      u[k] = load<hint>(ups + (place + i * each));
-    }
-  }
-#pragma unroll
-  for (int k = 0; k < unroll; k++) {
-    const unsigned i = first + k * blockDim.x;
-    if (i < count) {
-      float x[each];
-      unpack<T>(g[k], x);
-#pragma unroll
-      for (int e = 0; e < each; e++) x[e] = activated<gate, T>(x[e]);
-      store<hint>(out + (target + i * each), times<T>(packed<T>(x), u[k]));
-    }
-  }
+  for (int e = 0; e < each; e++) x[e] = activated<gate, T>(x[e]);
+  store(static_cast<T*>(a.out) + (target + i * each), times<T>(packed<T>(x), ups));
 }
 
 template <Gate gate, class T>
@@ -131,37 +114,22 @@ bool takes_vectors(const Gated& a, int lanes) {
   return addresses % 16 == 0 && a.strides.outer % lanes == 0 && a.strides.inner % lanes == 0;
 }
 
-template <Gate gate, class T, bool flat>
-gpuError launch_vectors(const Gated& a, const GatedLaunch& how, dim3 grid, dim3 block,
-                        gpuStream stream) {
-  const bool dependent = launches_depend();
-  switch (how.unroll * 2 + how.stream) {
-    case 2:
-      return launch(gated_vectors<gate, T, flat, 1, kKeep>, grid, block, stream, dependent, a);
-    case 3:
-      return launch(gated_vectors<gate, T, flat, 1, kOnce>, grid, block, stream, dependent, a);
-    case 4:
-      return launch(gated_vectors<gate, T, flat, 2, kKeep>, grid, block, stream, dependent, a);
-    default:
-      return launch(gated_vectors<gate, T, flat, 2, kOnce>, grid, block, stream, dependent, a);
-  }
-}
-
 template <Gate gate, class T>
 gpuError launch_type(const Gated& a, const Rows& rows, gpuStream stream) {
   dim3 grid;
   if (takes_vectors(a, kLanes<T>)) {
     const int64_t vectors = a.width / kLanes<T>;
     const GatedLaunch how = gated_launch(vectors, a.rows);
-    const int64_t chunks = divided_up(vectors, static_cast<int64_t>(how.columns) * how.unroll);
+    const int64_t chunks = divided_up(vectors, how.columns);
     if (rows_of_grid(divided_up(a.rows, how.rows), grid) && chunks <= kMaxRows) {
       grid.x = static_cast<unsigned>(chunks);
       const dim3 block(how.columns, how.rows);
       constexpr int64_t most = int64_t{1} << 31;
       const bool flat = how.rows == 1 && a.inner.divisor == 1 && a.strides.outer < most &&
                         a.rows * a.strides.outer < most && a.rows * a.width < most;
-      return flat ? launch_vectors<gate, T, true>(a, how, grid, block, stream)
-                  : launch_vectors<gate, T, false>(a, how, grid, block, stream);
+      return flat ? launch(gated_vectors<gate, T, true>, grid, block, stream, launches_depend(), a)
+                  : launch(gated_vectors<gate, T, false>, grid, block, stream, launches_depend(),
+                           a);
     }
   }
   const int columns = a.width < 128 ? power_of_two_from(a.width) : 128;

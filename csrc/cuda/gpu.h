@@ -30,7 +30,7 @@ using gpuError = cudaError_t;
 constexpr gpuError kSuccess = cudaSuccess;
 #endif
 
-// A parameter that is indexed at run time stays where it is, instead of being copied by each thread.
+// A parameter that is indexed at run time stays where it is, and no thread copies it.
 #if VLLM_FL_HIP
 #define VLLM_FL_IN_PLACE const
 #else
@@ -39,7 +39,6 @@ constexpr gpuError kSuccess = cudaSuccess;
 
 constexpr int kWarp = 32;
 constexpr int kMaxThreads = 1024;  // of a block
-constexpr int kMaxWarps = kMaxThreads / kWarp;
 constexpr int64_t kMaxRows = 0x7fffffff;  // that 32 bits number, as `Divider` wants it
 
 // What a tensor holds; only the bits, never arithmetic.
@@ -144,14 +143,21 @@ __device__ __forceinline__ uint32_t bits_of_two(float x, float y, Float16) {
   const __half2 both = __floats2half2_rn(x, y);
   return *reinterpret_cast<const uint32_t*>(&both);
 }
-__device__ __forceinline__ uint32_t product(uint32_t x, uint32_t y, BFloat16) {
-  const __nv_bfloat162 both = __hmul2_rn(*reinterpret_cast<const __nv_bfloat162*>(&x),
-                                         *reinterpret_cast<const __nv_bfloat162*>(&y));
+// what: 0 a product, 1 a sum, 2 a difference, of two numbers each.
+__device__ __forceinline__ uint32_t of_two(uint32_t x, uint32_t y, int what, BFloat16) {
+  const __nv_bfloat162 a = *reinterpret_cast<const __nv_bfloat162*>(&x);
+  const __nv_bfloat162 b = *reinterpret_cast<const __nv_bfloat162*>(&y);
+  const __nv_bfloat162 both = what == 0   ? __hmul2_rn(a, b)
+                              : what == 1 ? __hadd2_rn(a, b)
+                                          : __hsub2_rn(a, b);
   return *reinterpret_cast<const uint32_t*>(&both);
 }
-__device__ __forceinline__ uint32_t product(uint32_t x, uint32_t y, Float16) {
-  const __half2 both = __hmul2_rn(*reinterpret_cast<const __half2*>(&x),
-                                  *reinterpret_cast<const __half2*>(&y));
+__device__ __forceinline__ uint32_t of_two(uint32_t x, uint32_t y, int what, Float16) {
+  const __half2 a = *reinterpret_cast<const __half2*>(&x);
+  const __half2 b = *reinterpret_cast<const __half2*>(&y);
+  const __half2 both = what == 0   ? __hmul2_rn(a, b)
+                       : what == 1 ? __hadd2_rn(a, b)
+                                   : __hsub2_rn(a, b);
   return *reinterpret_cast<const uint32_t*>(&both);
 }
 __device__ __forceinline__ float exchanged(float x, int distance) {
@@ -193,27 +199,10 @@ __device__ __forceinline__ float read_as(int type, const void* from, int64_t at)
 template <class T>
 constexpr int kLanes = 16 / static_cast<int>(sizeof(T));
 
-// kOnce: what is not used again leaves the caches first.
-enum Hint { kKeep, kOnce };
-
-template <Hint hint = kKeep>
 __device__ __forceinline__ uint4 load(const void* from) {
-#if !VLLM_FL_HIP
-  if constexpr (hint == kOnce) return __ldcs(static_cast<const uint4*>(from));
-#endif
   return *static_cast<const uint4*>(from);
 }
-
-template <Hint hint = kKeep>
-__device__ __forceinline__ void store(void* to, uint4 v) {
-#if !VLLM_FL_HIP
-  if constexpr (hint == kOnce) {
-    __stcs(static_cast<uint4*>(to), v);
-    return;
-  }
-#endif
-  *static_cast<uint4*>(to) = v;
-}
+__device__ __forceinline__ void store(void* to, uint4 v) { *static_cast<uint4*>(to) = v; }
 
 template <class T>
 __device__ __forceinline__ void unpack(uint4 v, float (&x)[kLanes<T>]) {
@@ -251,22 +240,42 @@ __device__ __forceinline__ void round_all(float (&x)[kLanes<T>]) {
   if constexpr (!Same<T, float>::value) unpack<T>(packed<T>(x), x);
 }
 
-// Products of two vectors of T, each rounded once. In half precision that is one instruction for
-// two of them, and the bits of a product in float32: it holds the exact one.
-template <class T>
-__device__ __forceinline__ uint4 times(uint4 x, uint4 y) {
+// Products, sums and differences of two vectors of T, each rounded once, as in PyTorch. In half
+// precision that is one instruction for two of them, with the bits of float32 arithmetic that is
+// rounded: float32 holds the exact product, and of a sum all that decides how it is rounded.
+enum Arithmetic { kTimes, kPlus, kMinus };
+
+template <Arithmetic what, class T>
+__device__ __forceinline__ uint4 computed(uint4 x, uint4 y) {
 #if !VLLM_FL_HIP
   if constexpr (!Same<T, float>::value) {
-    return make_uint4(product(x.x, y.x, T{}), product(x.y, y.y, T{}), product(x.z, y.z, T{}),
-                      product(x.w, y.w, T{}));
+    return make_uint4(of_two(x.x, y.x, what, T{}), of_two(x.y, y.y, what, T{}),
+                      of_two(x.z, y.z, what, T{}), of_two(x.w, y.w, what, T{}));
   }
 #endif
   float a[kLanes<T>], b[kLanes<T>];
   unpack<T>(x, a);
   unpack<T>(y, b);
 #pragma unroll
-  for (int i = 0; i < kLanes<T>; i++) a[i] *= b[i];
+  for (int i = 0; i < kLanes<T>; i++) {
+    a[i] = what == kTimes ? __fmul_rn(a[i], b[i])
+           : what == kPlus ? __fadd_rn(a[i], b[i])
+                           : __fsub_rn(a[i], b[i]);
+  }
   return packed<T>(a);
+}
+
+template <class T>
+__device__ __forceinline__ uint4 times(uint4 x, uint4 y) {
+  return computed<kTimes, T>(x, y);
+}
+template <class T>
+__device__ __forceinline__ uint4 plus(uint4 x, uint4 y) {
+  return computed<kPlus, T>(x, y);
+}
+template <class T>
+__device__ __forceinline__ uint4 minus(uint4 x, uint4 y) {
+  return computed<kMinus, T>(x, y);
 }
 
 // Elements from `at` on of an array of a type that is known at run time, at a vector's address.
@@ -322,37 +331,6 @@ __device__ __forceinline__ float sum_of_lanes(float x, int lanes) {
     if (distance < lanes) x += exchanged(x, distance);
   }
   return x;
-}
-
-template <int count>
-__device__ __forceinline__ float sum_of_vectors(const float4* from) {
-  float4 v[count];
-#pragma unroll
-  for (int i = 0; i < count; i++) v[i] = from[i];  // all on their way before the first is used
-  float sums[count];
-#pragma unroll
-  for (int i = 0; i < count; i++) sums[i] = (v[i].x + v[i].y) + (v[i].z + v[i].w);
-#pragma unroll
-  for (int width = count / 2; width; width /= 2) {
-#pragma unroll
-    for (int i = 0; i < width; i++) sums[i] += sums[i + width];
-  }
-  return sums[0];
-}
-
-// Over the block, a whole number of warps, for every thread. One barrier: each thread adds the
-// warps' sums up for itself. The caller alternates between two `partial`.
-__device__ __forceinline__ float sum_of_block(float x, float4* partial) {
-  x = sum_of_lanes(x, kWarp);
-  const unsigned thread = threadIdx.x, warps = blockDim.x / kWarp;
-  float* sums = reinterpret_cast<float*>(partial);
-  if (thread % kWarp == 0) sums[thread / kWarp] = x;
-  if (thread < kMaxWarps && thread >= warps) sums[thread] = 0.0f;
-  __syncthreads();
-  if (warps <= 4) return sum_of_vectors<1>(partial);
-  if (warps <= 8) return sum_of_vectors<2>(partial);
-  if (warps <= 16) return sum_of_vectors<4>(partial);
-  return sum_of_vectors<8>(partial);
 }
 
 // ------------------------------------------------------------------------ launches in a chain

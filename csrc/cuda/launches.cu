@@ -5,29 +5,8 @@
 namespace vllm_fl {
 
 #if defined(VLLM_FL_TUNE)
-int choices[kChoices] = {-1, -1, -1, -1, -1, -1, -1, -1, -1, -1, -1, -1, -1, -1};
+int choices[kChoices] = {-1, -1, -1, -1, -1, -1, -1, -1, -1, -1};
 #endif
-
-int multiprocessors() {
-  constexpr int kMost = 64;
-  static int known[kMost] = {};
-  int device = 0, count = 0;
-#if VLLM_FL_HIP
-  if (hipGetDevice(&device) != hipSuccess) return 1;
-  if (device < kMost && known[device]) return known[device];
-  if (hipDeviceGetAttribute(&count, hipDeviceAttributeMultiprocessorCount, device) != hipSuccess) {
-    return 1;
-  }
-#else
-  if (cudaGetDevice(&device) != cudaSuccess) return 1;
-  if (device < kMost && known[device]) return known[device];
-  if (cudaDeviceGetAttribute(&count, cudaDevAttrMultiProcessorCount, device) != cudaSuccess) {
-    return 1;
-  }
-#endif
-  if (device < kMost) known[device] = count;
-  return count;
-}
 
 const char* error_text(gpuError error);
 

@@ -2,9 +2,11 @@
 // RMS norms of rows, with and without the addition of a residual; one .cu file for each dtype
 // instantiates `launch_norm_of`.
 //
-// A row is summed by a fixed set of threads in a fixed order (`NormShape`), whichever kernel it is
-// that reads it: results do not depend on the number of rows, on addresses or on strides. What is
-// computed in float32 is rounded where the reference in PyTorch rounds.
+// A row is summed in one order, whatever the launch: vectors of 16 bytes by 32, one for each lane,
+// whose sums meet over the lanes; then these sums, 32 at most in a tree and further ones behind
+// them. Which threads do it, how many vectors each of them has, and whether it reads vectors or
+// elements, changes no bit; nor does what lies around the row. What is computed in float32 is
+// rounded where the reference in PyTorch rounds.
 #pragma once
 
 #include "kernels.h"
@@ -46,138 +48,183 @@ __device__ __forceinline__ float weighted(const Norm& a, float v, float w) {
   return a.weight_type == a.type ? v : rounded_to(a.weight_type, v);
 }
 
-// kPlain: the weight is of x's dtype and multiplied as it is, all of a row is averaged, and rows
-// that take a block lie flat. kAny: whatever else, and without a weight.
-enum Form { kPlain, kAny };
+// kPlain: the weight is of x's dtype, all of a row is averaged, and rows that take a block lie
+// flat. kOffset: the same, with an offset. kAny: whatever else, and without a weight.
+enum Form { kPlain, kOffset, kAny };
 
-template <bool is_block>
-__device__ __forceinline__ float sum_of_row(float x, float4* partial) {
-  if constexpr (is_block) {
-    return sum_of_block(x, partial);
-  } else {
-    return sum_of_lanes(x, blockDim.x);
+// -------------------------------------------------------------------------- the order of a sum
+
+constexpr int kSlots = 128;  // sums of 32 vectors each; those of longer rows share them
+
+// How many slots are read: those that have no sum hold 0.
+__device__ __forceinline__ unsigned read_slots(unsigned slots) {
+  return slots <= 4 ? 4 : slots <= 8 ? 8 : slots <= 16 ? 16 : (slots + 31) / 32 * 32;
+}
+
+template <int count>
+__device__ __forceinline__ float tree(const float4* from) {
+  float4 v[count];
+#pragma unroll
+  for (int i = 0; i < count; i++) v[i] = from[i];  // all on their way before the first is used
+  float sums[count];
+#pragma unroll
+  for (int i = 0; i < count; i++) sums[i] = (v[i].x + v[i].y) + (v[i].z + v[i].w);
+#pragma unroll
+  for (int width = count / 2; width; width /= 2) {
+#pragma unroll
+    for (int i = 0; i < width; i++) sums[i] += sums[i + width];
   }
+  return sums[0];
+}
+
+// are_many: there may be more than 32.
+template <bool are_many>
+__device__ __forceinline__ float sum_of_slots(const float4* slots, unsigned count) {
+  if (count <= 4) return tree<1>(slots);
+  if (count <= 8) return tree<2>(slots);
+  if (count <= 16) return tree<4>(slots);
+  if constexpr (!are_many) return tree<8>(slots);
+  float sum = tree<8>(slots);
+#pragma unroll 1
+  for (unsigned i = 32; i < count; i += 4) sum += tree<1>(slots + i / 4);
+  return sum;
+}
+
+// The same of up to four sums that a thread has itself.
+template <int count>
+__device__ __forceinline__ float sum_of_own(const float (&sums)[count]) {
+  if constexpr (count == 1) return sums[0];
+  if constexpr (count == 2) return sums[0] + sums[1];
+  if constexpr (count == 4) return (sums[0] + sums[1]) + (sums[2] + sums[3]);
 }
 
 // --------------------------------------------------------------------- rows of whole vectors
 
-template <class T, bool adds, int vectors, bool flat, Hint hint>
-struct RowOf {
-  static constexpr int kEach = kLanes<T>;
-  uint4 x[vectors];
-  uint4 residual[adds ? vectors : 1];
+enum Reach { kOneWarp, kOneBlock, kLongRow };  // a long one has more than 32 slots
 
-  __device__ __forceinline__ void read(const Norm& a, const RowAt<flat>& row, unsigned count,
-                                       bool exists) {
-    const T* from = static_cast<const T*>(a.x);
-    const T* more = static_cast<const T*>(a.residual);
+// So that a multiprocessor holds 2048, 1536 or 1024 threads with one, two or four vectors.
+constexpr int most_threads(int vectors, Reach reach) {
+  return reach == kOneWarp ? 256 : reach == kLongRow ? 512 : kMaxThreads / vectors;
+}
+constexpr int least_blocks(int vectors, Reach reach, Form form) {
+  if (form == kAny && vectors == 4) return 1;  // it has no registers to spare
+  if (reach == kOneWarp) return vectors == 1 ? 8 : 4;
+  return reach == kLongRow || vectors == 1 ? 2 : vectors == 2 ? 3 : 4;
+}
+
+// A thread has vectors i = threadIdx.x + k * blockDim.x of a row. With one or two it asks for their
+// weights before the sum: few rows wait for nothing then. With four it asks behind it, where they
+// are found in the L1 cache, and more rows fit into a multiprocessor.
+template <class T, bool adds, Form form, int vectors, Reach reach>
+__global__ void __launch_bounds__(most_threads(vectors, reach), least_blocks(vectors, reach, form))
+    norm_of_vectors(const Norm a) {
+  constexpr int each = kLanes<T>;
+  constexpr bool is_block = reach != kOneWarp;
+  constexpr bool flat = form != kAny && is_block;
+  constexpr bool early = form != kAny && vectors < 4;
+  __shared__ float4 slots[reach == kLongRow ? kSlots / 4 : is_block ? kWarp / 4 : 1];
+  const unsigned count = static_cast<unsigned>(a.hidden) / each;
+  // A block's row is the same for all threads, which makes its addresses cheap.
+  const uint32_t at = is_block ? blockIdx.x : blockIdx.x * blockDim.y + threadIdx.y;
+  const bool exists = is_block || at < static_cast<uint32_t>(a.rows);
+  const RowAt<flat> row(a.inner, at);
+  await_previous_grid();
+
+  uint4 x[vectors], residual[vectors], w[vectors];
 #pragma unroll
-    for (int k = 0; k < vectors; k++) {
-      const unsigned i = threadIdx.x + k * blockDim.x;
-      const bool here = exists && i < count;
-      x[k] = residual[adds ? k : 0] = make_uint4(0, 0, 0, 0);
-      if (here) {
-        x[k] = load<hint>(row.element(from, a.x_strides, i * kEach));
-        if constexpr (adds) {
-          residual[k] = load<hint>(row.element(more, a.residual_strides, i * kEach));
-        }
+  for (int k = 0; k < vectors; k++) {
+    const unsigned i = threadIdx.x + k * blockDim.x;
+    x[k] = residual[k] = make_uint4(0, 0, 0, 0);
+    if (exists && i < count) {
+      x[k] = load(row.element(static_cast<const T*>(a.x), a.x_strides, i * each));
+      if constexpr (adds) {
+        residual[k] =
+            load(row.element(static_cast<const T*>(a.residual), a.residual_strides, i * each));
       }
     }
   }
-
-  __device__ __forceinline__ void value(int k, float (&v)[kEach]) const {
-    unpack<T>(x[k], v);
-    if constexpr (adds) {
-      float r[kEach];
-      unpack<T>(residual[k], r);
-#pragma unroll
-      for (int e = 0; e < kEach; e++) v[e] += r[e];
-    }
-  }
-};
-
-template <class T, bool adds, Form form, int vectors, bool is_block, int variant>
-__global__ void __launch_bounds__(is_block ? (vectors == 4 ? 512 : 1024) : 256)
-    norm_of_vectors(const Norm a) {
-  constexpr int each = kLanes<T>;
-  constexpr Hint hint = variant & 1 ? kOnce : kKeep;
-  constexpr bool persists = (variant & 2) != 0;
-  constexpr bool flat = form == kPlain && is_block;
-  using Row = RowAt<flat>;
-  __shared__ float4 partial[persists ? 2 : 1][kMaxWarps / 4];
-  const unsigned count = static_cast<unsigned>(a.hidden) / each;
-  const uint32_t rows = static_cast<uint32_t>(a.rows);
-  // A block's row is the same for all threads, which makes its addresses cheap.
-  const uint32_t step = is_block ? gridDim.x : gridDim.x * blockDim.y;
-  uint32_t at = is_block ? blockIdx.x : blockIdx.x * blockDim.y + threadIdx.y;
-  await_previous_grid();
-
-  RowOf<T, adds, vectors, flat, hint> now;
-  now.read(a, Row(a.inner, at), count, is_block || at < rows);
-  uint4 w[vectors] = {};
-  if constexpr (form == kPlain) {
+  if constexpr (early) {
 #pragma unroll
     for (int k = 0; k < vectors; k++) {
       const unsigned i = threadIdx.x + k * blockDim.x;
       if (i < count) w[k] = load(static_cast<const T*>(a.weight) + i * each);
     }
   }
-  for (int turn = 0;; turn ^= 1) {
-    const Row row(a.inner, at);
-    const bool exists = is_block || at < rows;
+  auto value = [&](int k, float(&v)[each]) {
+    unpack<T>(x[k], v);
+    if constexpr (adds) {
+      float r[each];
+      unpack<T>(residual[k], r);
+#pragma unroll
+      for (int e = 0; e < each; e++) v[e] += r[e];
+    }
+  };
+
+  float sums[vectors];
+#pragma unroll
+  for (int k = 0; k < vectors; k++) {
+    const unsigned i = threadIdx.x + k * blockDim.x;
+    float v[each];
+    value(k, v);
     Squares squares;
 #pragma unroll
-    for (int k = 0; k < vectors; k++) {
-      const unsigned i = threadIdx.x + k * blockDim.x;
-      float v[each];
-      now.value(k, v);
-      if constexpr (form == kPlain) {
-#pragma unroll
-        for (int e = 0; e < each; e++) squares.add(e, v[e]);
-      } else {
-        const unsigned averaged = a.averaged;
-#pragma unroll
-        for (int e = 0; e < each; e++) squares.add(e, i * each + e < averaged ? v[e] : 0.0f);
-      }
-      if constexpr (adds) {
-        if (exists && i < count) {
-          store<hint>(row.element(static_cast<T*>(a.total), a.total_strides, i * each),
-                      packed<T>(v));
-        }
-      }
+    for (int e = 0; e < each; e++) {
+      const bool counts = form != kAny || i * each + e < static_cast<unsigned>(a.averaged);
+      squares.add(e, counts ? v[e] : 0.0f);
     }
-    // The next row is on its way while this one is summed.
-    const uint32_t next = at + step;
-    RowOf<T, adds, vectors, flat, hint> coming{};
-    if constexpr (persists) coming.read(a, Row(a.inner, next), count, next < rows);
-    const float scale =
-        inverse_root(a, sum_of_row<is_block>(squares.sum(), partial[persists ? turn : 0]));
-#pragma unroll
-    for (int k = 0; k < vectors; k++) {
-      const unsigned i = threadIdx.x + k * blockDim.x;
+    sums[k] = squares.sum();
+    if constexpr (adds) {
       if (exists && i < count) {
-        T* out = row.element(static_cast<T*>(a.out), a.out_strides, i * each);
-        float v[each];
-        now.value(k, v);
-#pragma unroll
-        for (int e = 0; e < each; e++) v[e] *= scale;
-        if constexpr (form == kPlain) {
-          store<hint>(out, times<T>(packed<T>(v), w[k]));
-        } else {
-          if (a.weight != nullptr) {
-            float f[each];
-            read_all(a.weight_type, a.weight, i * each, f);
-#pragma unroll
-            for (int e = 0; e < each; e++) v[e] = weighted(a, v[e], f[e]);
-          }
-          store<hint>(out, packed<T>(v));
-        }
+        store(row.element(static_cast<T*>(a.total), a.total_strides, i * each), packed<T>(v));
       }
     }
-    if constexpr (!persists) return;
-    if ((is_block ? next : next - threadIdx.y) >= rows) return;  // the same for the whole block
-    at = next;
-    now = coming;
+  }
+  const int lanes = is_block ? kWarp : static_cast<int>(blockDim.x);
+#pragma unroll
+  for (int k = 0; k < vectors; k++) sums[k] = sum_of_lanes(sums[k], lanes);
+  float sum;
+  if constexpr (is_block) {
+    const unsigned used = (count + kWarp - 1) / kWarp, read = read_slots(used);
+    float* slot = reinterpret_cast<float*>(slots);
+    if (threadIdx.x % kWarp == 0) {
+#pragma unroll
+      for (int k = 0; k < vectors; k++) {
+        const unsigned i = (threadIdx.x + k * blockDim.x) / kWarp;
+        if (i < used) slot[i] = sums[k];
+      }
+    }
+    if (threadIdx.x + used < read) slot[threadIdx.x + used] = 0.0f;
+    __syncthreads();
+    sum = sum_of_slots<reach == kLongRow>(slots, read);
+  } else {
+    sum = sum_of_own(sums);
+  }
+
+  const float scale = inverse_root(a, sum);
+#pragma unroll
+  for (int k = 0; k < vectors; k++) {
+    const unsigned i = threadIdx.x + k * blockDim.x;
+    if (!exists || i >= count) continue;
+    if constexpr (form != kAny && !early) w[k] = load(static_cast<const T*>(a.weight) + i * each);
+    T* out = row.element(static_cast<T*>(a.out), a.out_strides, i * each);
+    float v[each], f[each];
+    value(k, v);
+#pragma unroll
+    for (int e = 0; e < each; e++) v[e] *= scale;
+    if constexpr (form == kPlain) {
+      store(out, times<T>(packed<T>(v), w[k]));
+      continue;
+    }
+    if constexpr (form == kOffset) {
+      unpack<T>(w[k], f);
+#pragma unroll
+      for (int e = 0; e < each; e++) v[e] *= f[e] + a.weight_offset;
+    } else if (a.weight != nullptr) {
+      read_all(a.weight_type, a.weight, i * each, f);
+#pragma unroll
+      for (int e = 0; e < each; e++) v[e] = weighted(a, v[e], f[e]);
+    }
+    store(out, packed<T>(v));
   }
 }
 
@@ -189,7 +236,7 @@ template <class T, bool adds, bool is_block>
 __global__ void __launch_bounds__(is_block ? 1024 : 256, 1)
     norm_of_elements(const Norm a, VLLM_FL_IN_PLACE NormRows rows) {
   constexpr int each = kLanes<T>;
-  __shared__ float4 partial[2][kMaxWarps / 4];
+  __shared__ float4 slots[2][is_block ? kSlots / 4 : 1];
   await_previous_grid();
   int turn = 0;
   for (int64_t first = static_cast<int64_t>(blockIdx.x) * blockDim.y; first < a.rows;
@@ -206,23 +253,42 @@ __global__ void __launch_bounds__(is_block ? 1024 : 256, 1)
         total = static_cast<T*>(a.total) + rows.total.offset(at);
       }
     }
-    const int size = exists ? a.hidden : 0;
-    auto value = [&](int j) {
+    auto value = [&](int64_t j) {
       float v = single(x[j]);
       if constexpr (adds) v += single(residual[j]);
       return v;
     };
-    Squares squares;
-    for (int i = threadIdx.x; i * each < size; i += blockDim.x) {
+    const int64_t count = (static_cast<int64_t>(a.hidden) + each - 1) / each;
+    float* slot = reinterpret_cast<float*>(slots[turn]);
+    float sum = 0.0f;
+    for (int64_t k = 0; k * blockDim.x < count; k++) {  // as often in every thread
+      const int64_t i = threadIdx.x + k * blockDim.x;
+      Squares squares;
 #pragma unroll
       for (int e = 0; e < each; e++) {
-        const int j = i * each + e;
-        if (j < size && j < a.averaged) squares.add(e, value(j));
+        const int64_t j = i * each + e;
+        if (exists && j < a.hidden && j < a.averaged) squares.add(e, value(j));
+      }
+      const float own = sum_of_lanes(squares.sum(), is_block ? kWarp : blockDim.x);
+      if constexpr (is_block) {
+        const unsigned s = static_cast<unsigned>(i / kWarp % kSlots);
+        if (threadIdx.x % kWarp == 0) slot[s] = i / kWarp < kSlots ? own : slot[s] + own;
+      } else {
+        sum = own;  // there is one
       }
     }
-    const float scale = inverse_root(a, sum_of_row<is_block>(squares.sum(), partial[turn]));
-    for (int i = threadIdx.x; i * each < size; i += blockDim.x) {
-      for (int j = i * each; j < (i + 1) * each && j < size; j++) {
+    if constexpr (is_block) {
+      const int64_t all = (count + kWarp - 1) / kWarp;
+      const unsigned used = all < kSlots ? static_cast<unsigned>(all) : kSlots;
+      const unsigned read = read_slots(used);
+      if (threadIdx.x + used < read) slot[threadIdx.x + used] = 0.0f;
+      __syncthreads();
+      sum = sum_of_slots<true>(slots[turn], read);
+    }
+    const float scale = inverse_root(a, sum);
+    const int64_t size = exists ? a.hidden : 0;
+    for (int64_t i = threadIdx.x; i * each < size; i += blockDim.x) {
+      for (int64_t j = i * each; j < (i + 1) * each && j < size; j++) {
         float v = value(j);
         if constexpr (adds) write(total + j, v);
         v *= scale;
@@ -263,71 +329,55 @@ inline bool is_flat(const Norm& a) {
   return true;
 }
 
-template <class T, bool adds, Form form, int vectors, bool is_block>
+template <class T, bool adds, Form form, int vectors, Reach reach>
 gpuError launch_vectors(const Norm& a, const NormShape& shape, gpuStream stream) {
-  const NormLaunch how = norm_launch(shape, a.rows);
-  const dim3 block(shape.threads, how.rows_per_block);
-  const int64_t blocks = divided_up(a.rows, how.rows_per_block);
-  const dim3 all(static_cast<unsigned>(blocks));
-  const bool dependent = launches_depend();
-  if constexpr (form == kPlain) {
-    const dim3 some(static_cast<unsigned>(blocks < how.max_blocks ? blocks : how.max_blocks));
-    if (how.variant == 1) {
-      return launch(norm_of_vectors<T, adds, form, vectors, is_block, 1>, all, block, stream,
-                    dependent, a);
-    }
-    if (how.variant == 2) {
-      return launch(norm_of_vectors<T, adds, form, vectors, is_block, 2>, some, block, stream,
-                    dependent, a);
-    }
-#if defined(VLLM_FL_TUNE)
-    if (how.variant == 3) {
-      return launch(norm_of_vectors<T, adds, form, vectors, is_block, 3>, some, block, stream,
-                    dependent, a);
-    }
-#endif
-  }
-  return launch(norm_of_vectors<T, adds, form, vectors, is_block, 0>, all, block, stream,
-                dependent, a);
+  const dim3 block(shape.threads, shape.rows);
+  const dim3 grid(static_cast<unsigned>(divided_up(a.rows, shape.rows)));
+  return launch(norm_of_vectors<T, adds, form, vectors, reach>, grid, block, stream,
+                launches_depend(), a);
 }
 
 template <class T, bool adds, Form form>
 gpuError launch_shape(const Norm& a, const NormShape& shape, gpuStream stream) {
+  if (a.hidden / kLanes<T> > kWarp * kWarp) {
+    return launch_vectors<T, adds, form, 4, kLongRow>(a, shape, stream);
+  }
   switch (shape.vectors * 2 + shape.is_block) {
     case 2:
-      return launch_vectors<T, adds, form, 1, false>(a, shape, stream);
+      return launch_vectors<T, adds, form, 1, kOneWarp>(a, shape, stream);
     case 3:
-      return launch_vectors<T, adds, form, 1, true>(a, shape, stream);
-    case 4:
-      return launch_vectors<T, adds, form, 2, false>(a, shape, stream);
+      return launch_vectors<T, adds, form, 1, kOneBlock>(a, shape, stream);
     case 5:
-      return launch_vectors<T, adds, form, 2, true>(a, shape, stream);
+      return launch_vectors<T, adds, form, 2, kOneBlock>(a, shape, stream);
     case 8:
-      return launch_vectors<T, adds, form, 4, false>(a, shape, stream);
+      return launch_vectors<T, adds, form, 4, kOneWarp>(a, shape, stream);
     default:
-      return launch_vectors<T, adds, form, 4, true>(a, shape, stream);
+      return launch_vectors<T, adds, form, 4, kOneBlock>(a, shape, stream);
   }
 }
 
 template <class T, bool adds>
 gpuError launch_adding(const Norm& a, const NormRows& rows, gpuStream stream) {
-  const NormShape shape = norm_shape(a.hidden, kLanes<T>, adds);
-  const bool fits = shape.vectors <= 4 && (shape.vectors < 4 || shape.threads <= 512);
-  if (fits && takes_vectors(a, kLanes<T>)) {
-    const bool plain = a.weight != nullptr && a.weight_type == a.type &&
-                       a.weight_offset == 0.0f && a.averaged == a.hidden &&
-                       (!shape.is_block || is_flat(a));
-    return plain ? launch_shape<T, adds, kPlain>(a, shape, stream)
-                 : launch_shape<T, adds, kAny>(a, shape, stream);
+  const int64_t vectors = divided_up(a.hidden, kLanes<T>);
+  if (vectors <= 4 * 512 && takes_vectors(a, kLanes<T>)) {
+    const NormShape shape = norm_shape(vectors, a.rows, adds);
+    const bool own = a.weight != nullptr && a.weight_type == a.type && a.averaged == a.hidden &&
+                     (!shape.is_block || is_flat(a));
+    if (!own) return launch_shape<T, adds, kAny>(a, shape, stream);
+    return a.weight_offset == 0.0f ? launch_shape<T, adds, kPlain>(a, shape, stream)
+                                   : launch_shape<T, adds, kOffset>(a, shape, stream);
   }
-  const NormLaunch how = norm_launch(shape, a.rows);
-  const dim3 block(shape.threads, how.rows_per_block);
-  const int64_t blocks = divided_up(a.rows, how.rows_per_block);
+  // One vector for each thread, as far as a block reaches.
+  const bool is_block = vectors > kWarp;
+  const int threads = is_block ? rounded_up_to_warps(vectors < kMaxThreads ? vectors : kMaxThreads)
+                               : power_of_two_from(vectors);
+  const dim3 block(threads, is_block ? 1 : 4 * kWarp / threads);
+  const int64_t blocks = divided_up(a.rows, block.y);
   const dim3 grid(static_cast<unsigned>(blocks < kMaxRows ? blocks : kMaxRows));
-  return shape.is_block ? launch(norm_of_elements<T, adds, true>, grid, block, stream,
-                                 launches_depend(), a, rows)
-                        : launch(norm_of_elements<T, adds, false>, grid, block, stream,
-                                 launches_depend(), a, rows);
+  return is_block ? launch(norm_of_elements<T, adds, true>, grid, block, stream,
+                           launches_depend(), a, rows)
+                  : launch(norm_of_elements<T, adds, false>, grid, block, stream,
+                           launches_depend(), a, rows);
 }
 
 }  // namespace

@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 // The norms of query and key heads and their rotary embedding, in place in a projection, in one
-// launch. Rounded where the separate kernels round: the scaled value, the product with the weight,
-// the turned value.
+// launch. Rounded where the separate kernels, and PyTorch, round: the scaled value, its product
+// with the weight, the angles, each product of the rotation and their sum.
 //
 // A head is summed by a fixed set of lanes in a fixed order (`Cut`), whichever kernel reads it.
 #include "turning.cuh"
@@ -40,26 +40,27 @@ __device__ __forceinline__ float normed(float v, float scale, int weight_type, f
 
 // The same for a vector; `own` is its weight where that is of type T.
 template <class T, bool plain>
-__device__ __forceinline__ void norm_all(float (&v)[kLanes<T>], float scale, const void* weight,
-                                         int at, int weight_type, uint4 own) {
+__device__ __forceinline__ uint4 all_normed(float (&v)[kLanes<T>], float scale, const void* weight,
+                                            int at, int weight_type, uint4 own) {
   if (plain || weight_type == TypeOf<T>::value) {
 #pragma unroll
     for (int e = 0; e < kLanes<T>; e++) v[e] *= scale;
-    unpack<T>(times<T>(packed<T>(v), own), v);
-  } else {
-    float w[kLanes<T>];
-    read_all(weight_type, weight, at, w);
-#pragma unroll
-    for (int e = 0; e < kLanes<T>; e++) v[e] = normed<T>(v[e], scale, weight_type, w[e]);
+    return times<T>(packed<T>(v), own);
   }
+  float w[kLanes<T>];
+  read_all(weight_type, weight, at, w);
+#pragma unroll
+  for (int e = 0; e < kLanes<T>; e++) v[e] = normed<T>(v[e], scale, weight_type, w[e]);
+  return packed<T>(v);
 }
 
-// A lane has one unit of each head, and up to two vectors of the rest. A thread has `heads` heads of
-// a token, all of the query or all of the key, so that it reads weights and angles once for them.
-// lanes: of a head, where there is no rest, and weights and angles are of type T; or 0, and all that
-// is known at run time.
+// A lane has one unit of each head, and up to two vectors of the rest. A thread has `heads` heads
+// of a token, all of the query or all of the key, so that it reads weights and angles once for
+// them. lanes: of a head, where there is no rest, and weights and angles are of type T; or 0, and
+// all that is known at run time.
 template <class T, bool is_neox, int lanes, int heads>
-__global__ void __launch_bounds__(256) norm_rotary_of_vectors(const NormRotary a, const Cut cut) {
+__global__ void __launch_bounds__(512, lanes != 0 && heads == 1 ? 2 : 1)
+    norm_rotary_of_vectors(const NormRotary a, const Cut cut) {
   constexpr int each = kLanes<T>;
   constexpr bool plain = lanes != 0;
   constexpr int kRest = plain ? 0 : 2;
@@ -131,13 +132,13 @@ __global__ void __launch_bounds__(256) norm_rotary_of_vectors(const NormRotary a
         inverse_root(a, sum_of_lanes(squares.sum(), plain ? lanes : static_cast<int>(blockDim.x)));
     T* head = x + h * a.head_size;
     if (turning && h < count) {
-      float cosines[each], sines[each];
-      norm_all<T, plain>(vs, scale, weight, low, weight_type, v_weight);
-      norm_all<T, plain>(ws, scale, weight, high, weight_type, w_weight);
-      turns.look(a.angles, cosines, sines);
-      turn<is_neox>(vs, ws, cosines, sines);
-      store(head + low, packed<T>(vs));
-      store(head + high, packed<T>(ws));
+      uint4 cosines, sines;
+      turns.look(a.angles, a.half, cosines, sines);
+      v[h] = all_normed<T, plain>(vs, scale, weight, low, weight_type, v_weight);
+      w[h] = all_normed<T, plain>(ws, scale, weight, high, weight_type, w_weight);
+      turn<T, is_neox>(v[h], w[h], cosines, sines);
+      store(head + low, v[h]);
+      store(head + high, w[h]);
     }
 #pragma unroll
     for (int k = 0; k < kRest; k++) {
@@ -145,8 +146,8 @@ __global__ void __launch_bounds__(256) norm_rotary_of_vectors(const NormRotary a
       if (h < count && i < cut.rest) {
         float rs[each];
         unpack<T>(rest[h][k], rs);
-        norm_all<T, plain>(rs, scale, weight, at, weight_type, rest_weight[k]);
-        store(head + at, packed<T>(rs));
+        store(head + at,
+              all_normed<T, plain>(rs, scale, weight, at, weight_type, rest_weight[k]));
       }
     }
   }
@@ -196,7 +197,7 @@ __global__ void __launch_bounds__(256, 1)
           cosine = read_as(a.angles.cache_type, a.angles.cache, angle + pair);
           sine = read_as(a.angles.cache_type, a.angles.cache, angle + a.half + pair);
         }
-        const Pair p = turned(value(low), value(high), cosine, sine);
+        const Pair p = turned<T>(value(low), value(high), cosine, sine);
         write(x + low, p.low);
         write(x + high, p.high);
       }

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// Rotary embedding of query and key heads, in place, in one launch: computed in float32 and
-// rounded once.
+// Rotary embedding of query and key heads, in place, in one launch. Rounded where PyTorch rounds:
+// the angles, each product and the sum.
 #include "turning.cuh"
 
 namespace vllm_fl {
@@ -41,17 +41,14 @@ __global__ void __launch_bounds__(512) rotary_of_vectors(const Rotary a) {
       }
     }
     const Turns<T, own_type> turns(a.angles, position, unit * each, a.half);
-    float cosines[each], sines[each];
-    turns.look(a.angles, cosines, sines);
+    uint4 cosines, sines;
+    turns.look(a.angles, a.half, cosines, sines);
 #pragma unroll
     for (int k = 0; k < heads; k++) {
       if (first + k * blockDim.y < all) {
-        float v[each], w[each];
-        unpack<T>(x[k], v);
-        unpack<T>(y[k], w);
-        turn<is_neox>(v, w, cosines, sines);
-        store(place[k] + low, packed<T>(v));
-        store(place[k] + high, packed<T>(w));
+        turn<T, is_neox>(x[k], y[k], cosines, sines);
+        store(place[k] + low, x[k]);
+        store(place[k] + high, y[k]);
       }
     }
   }
@@ -89,7 +86,7 @@ __global__ void __launch_bounds__(256, 1)
             cosine = read_as(a.angles.cache_type, a.angles.cache, angle + i);
             sine = read_as(a.angles.cache_type, a.angles.cache, angle + a.half + i);
           }
-          const Pair p = turned(single(*low), single(*high), cosine, sine);
+          const Pair p = turned<T>(single(*low), single(*high), cosine, sine);
           write(low, p.low);
           write(high, p.high);
         }

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// How the kernels are launched. What decides the order of a sum (`NormShape`) depends on the row's
-// size and the dtype alone; all else may depend on the number of rows too.
+// How the kernels are launched. The numbers are of an H200, in whose CUDA graphs an empty kernel
+// takes 0.7 us; no choice changes a bit of any result.
 //
 // Built with VLLM_FL_TUNE, every choice can be replaced from Python, `_C_cuda.tune(key, value)`,
 // so that one run on a GPU compares them (benchmarks/gpu/tune.py). Without it they are constants.
@@ -13,12 +13,8 @@ namespace vllm_fl {
 enum Choice {
   kNormVectors,    // vectors of 16 bytes per thread: 1, 2, 4
   kNormWarp,       // 1: a warp for each row, where it can hold it; 0: a block
-  kNormVariant,    // 0: plain; 1: streaming loads and stores; 2: persistent blocks; 3: both
   kNormWarpRows,   // rows per block where a row has a warp or less
-  kNormPerSm,      // threads per multiprocessor of persistent blocks
   kGatedThreads,   // of a block
-  kGatedUnroll,    // vectors per thread: 1, 2
-  kGatedStream,    // 1: streaming loads and stores
   kRotaryThreads,  // of a block
   kRotaryHeads,    // per thread: 1, 2, 4
   kFusedThreads,   // of a block, for norm and rotary in one
@@ -30,9 +26,8 @@ enum Choice {
 
 #if defined(VLLM_FL_TUNE)
 constexpr const char* choice_names[kChoices] = {
-    "norm_vectors",   "norm_warp",    "norm_variant",  "norm_warp_rows", "norm_per_sm",
-    "gated_threads",  "gated_unroll", "gated_stream",  "rotary_threads", "rotary_heads",
-    "fused_threads",  "fused_heads", "cache_threads", "dependent"};
+    "norm_vectors",  "norm_warp",   "norm_warp_rows", "gated_threads", "rotary_threads",
+    "rotary_heads",  "fused_threads", "fused_heads",  "cache_threads", "dependent"};
 extern int choices[kChoices];
 inline int chosen(Choice choice, int otherwise) {
   return choices[choice] < 0 ? otherwise : choices[choice];
@@ -40,9 +35,6 @@ inline int chosen(Choice choice, int otherwise) {
 #else
 constexpr int chosen(Choice, int otherwise) { return otherwise; }
 #endif
-
-// Multiprocessors of the current device.
-int multiprocessors();
 
 inline bool launches_depend() { return chosen(kDependent, 1) != 0; }
 
@@ -55,70 +47,56 @@ inline int rounded_up_to_warps(int64_t n) {
 
 // ------------------------------------------------------------------------------------- norms
 
-// Which thread sums which elements of a row: vector i is of thread i % threads.
 struct NormShape {
-  int threads;  // a power of two up to 32: so many lanes of a warp; else the block
-  int vectors;  // of each thread
+  int threads;  // of a row: a power of two up to 32, so many lanes of a warp; or the block
+  int vectors;  // of 16 bytes, of each thread
+  int rows;     // of a block
   bool is_block;
 };
 
-// Measured on an H200: a row that one load of each thread covers starts soonest, and blocks of few
-// threads with four loads each leave the fewest threads of a multiprocessor without a block.
-inline int norm_vectors(int64_t vectors, bool adds) {
-  if (adds) return vectors <= 256 || (vectors > 512 && vectors <= 768) ? 1 : 4;
-  return vectors <= 128 ? 1 : vectors <= 256 ? 2 : 4;
+// How many vectors a thread of a block has. Few rows wait for one another's latencies: the fewest
+// warps that two loads each cover the row with start soonest and meet soonest. Many rows are a
+// matter of how many fit into a multiprocessor at once.
+inline int norm_vectors(int64_t vectors, int64_t rows, bool adds) {
+  constexpr int64_t multiprocessors = 132;
+  if (vectors <= (adds ? 256 : 128)) return 1;
+  if (vectors <= 256 || rows <= 2 * multiprocessors) return 2;
+  return vectors <= 512 && rows < 1024 ? 2 : 4;
 }
 
-inline NormShape norm_shape(int64_t hidden, int lanes, bool adds) {
-  const int64_t vectors = divided_up(hidden, lanes);
-  const bool fits_warp = vectors <= 4 * kWarp;
-  const bool warp = fits_warp && chosen(kNormWarp, vectors <= kWarp) != 0;
+inline NormShape norm_shape(int64_t vectors, int64_t rows, bool adds) {
+  NormShape shape{};
+  const bool warp = vectors <= 4 * kWarp && chosen(kNormWarp, !adds && rows >= 2048) != 0;
   if (vectors <= kWarp || warp) {
-    const int threads = power_of_two_from(vectors < kWarp ? vectors : kWarp);
-    return {threads, power_of_two_from(divided_up(vectors, threads)), false};
+    shape.vectors = vectors <= kWarp ? 1 : 4;
+    shape.threads = power_of_two_from(vectors < kWarp ? vectors : kWarp);
+    const int threads = rows * shape.threads >= kBusy ? 8 * kWarp : 4 * kWarp;
+    shape.rows = chosen(kNormWarpRows, threads / shape.threads);
+    const int least = kWarp / shape.threads;  // a block has whole warps
+    if (shape.rows < least) shape.rows = least;
+    return shape;
   }
-  int each = chosen(kNormVectors, norm_vectors(vectors, adds));
-  while (divided_up(vectors, each) > kMaxThreads) each *= 2;
-  return {rounded_up_to_warps(divided_up(vectors, each)), each, true};
-}
-
-struct NormLaunch {
-  int variant;
-  int rows_per_block;      // where it is no block for each row
-  int64_t max_blocks;      // of persistent ones
-};
-
-inline NormLaunch norm_launch(const NormShape& shape, int64_t rows) {
-  NormLaunch launch{};
-  launch.variant = chosen(kNormVariant, 0);
-  const int threads = rows * shape.threads >= kBusy ? 8 * kWarp : 4 * kWarp;
-  launch.rows_per_block = shape.is_block ? 1 : chosen(kNormWarpRows, threads / shape.threads);
-  const int least = kWarp / shape.threads;  // a block has whole warps
-  if (!shape.is_block && launch.rows_per_block < least) launch.rows_per_block = least;
-  const int per_sm = chosen(kNormPerSm, 2048) / (shape.is_block ? shape.threads : 4 * kWarp);
-  launch.max_blocks = static_cast<int64_t>(multiprocessors()) * (per_sm < 1 ? 1 : per_sm);
-  return launch;
+  shape.is_block = true;
+  shape.rows = 1;
+  shape.vectors = chosen(kNormVectors, norm_vectors(vectors, rows, adds));
+  if (vectors > kMaxThreads) shape.vectors = 4;
+  shape.threads = rounded_up_to_warps(divided_up(vectors, shape.vectors));
+  return shape;
 }
 
 // ------------------------------------------------------------------------------- activations
 
 struct GatedLaunch {
-  int unroll;
-  bool stream;
-  int columns, rows;  // the block's threads
+  int columns, rows;  // the block's threads, each with one vector
 };
 
 // vectors: of a row of the result.
 inline GatedLaunch gated_launch(int64_t vectors, int64_t rows) {
-  const int64_t all = vectors * rows;
   GatedLaunch launch{};
-  launch.unroll = chosen(kGatedUnroll, 1);
-  launch.stream = chosen(kGatedStream, 0) != 0;
-  const int threads = chosen(kGatedThreads, all >= 4 * kFull ? 512 : 128);
+  const int threads = chosen(kGatedThreads, vectors * rows >= 4 * kFull ? 512 : 128);
   // As many chunks as `threads` make necessary, all of about the same size.
-  const int64_t each = divided_up(vectors, launch.unroll);
-  const int64_t chunks = divided_up(each, threads);
-  launch.columns = static_cast<int>(divided_up(each, chunks));
+  const int64_t chunks = divided_up(vectors, threads);
+  launch.columns = static_cast<int>(divided_up(vectors, chunks));
   if (launch.columns > kWarp) launch.columns = rounded_up_to_warps(launch.columns);
   launch.rows = launch.columns >= threads ? 1 : threads / launch.columns;
   if (launch.rows > rows) launch.rows = static_cast<int>(rows);
@@ -135,8 +113,9 @@ struct RotaryLaunch {
 inline RotaryLaunch rotary_launch(int units, int64_t heads, int64_t tokens) {
   RotaryLaunch launch{};
   const int64_t all = units * heads * tokens;
-  const int threads = chosen(kRotaryThreads, all >= kFull ? 32 : all >= kBusy ? 256 : 128);
-  launch.heads = chosen(kRotaryHeads, all >= kFull ? 4 : 1);
+  // In a large batch a block has all heads of a token: blocks start at 0.8 a nanosecond.
+  const int threads = chosen(kRotaryThreads, all >= kFull ? 512 : all >= kBusy ? 256 : 128);
+  launch.heads = chosen(kRotaryHeads, 1);
   launch.columns = units < threads ? units : threads;
   const int64_t each = divided_up(heads, launch.heads);
   const int most = threads / launch.columns;
@@ -151,13 +130,17 @@ struct FusedLaunch {
   int rows;   // of the block's threads, each of `lanes` for its heads
 };
 
-inline FusedLaunch fused_launch(int lanes, int64_t heads, int64_t tokens, bool many) {
+// plain: the kernel that is made for several heads and large blocks takes the arguments.
+inline FusedLaunch fused_launch(int lanes, int64_t heads, int64_t tokens, bool plain) {
   const int64_t all = lanes * heads * tokens;
   FusedLaunch launch{};
-  launch.heads = many ? chosen(kFusedHeads, all >= kFull ? 4 : 1) : 1;
-  const int threads = chosen(kFusedThreads, 64);
+  launch.heads = plain ? chosen(kFusedHeads, 1) : 1;
+  const int threads = plain ? chosen(kFusedThreads, all >= kFull ? 512 : 64) : 64;
   const int least = kWarp / lanes;  // a block has whole warps
-  launch.rows = threads / lanes < least ? least : threads / lanes;
+  const int most = threads / lanes < least ? least : threads / lanes;
+  const int64_t each = divided_up(heads, launch.heads);
+  launch.rows = static_cast<int>(divided_up(each, divided_up(each, most)));
+  launch.rows = static_cast<int>(divided_up(launch.rows, least)) * least;
   return launch;
 }
 

@@ -20,20 +20,18 @@ __device__ __forceinline__ int64_t position_of(const Angles& a, int64_t token) {
   return position >= 0 && position < a.cache_rows ? position : -1;
 }
 
-// Cosines and sines of `each` pairs. They are asked for before a sum is taken, and looked at
-// after it.
+// Cosines and sines of a unit, as T holds them. They are asked for before a sum is taken, and
+// looked at after it.
 template <class T, bool own_type>
 struct Turns {
   static constexpr int each = kLanes<T>;
   uint4 raw[2];
   const void* cache;
-  int64_t at, half;
+  int64_t at;
 
   // Of the pairs from `first` on; NaN, in any type, for position -1.
   __device__ __forceinline__ Turns(const Angles& a, int64_t position, int first, int half)
-      : cache(position < 0 ? nullptr : a.cache),
-        at(position * a.cache_stride + first),
-        half(half) {
+      : cache(position < 0 ? nullptr : a.cache), at(position * a.cache_stride + first) {
     raw[0] = raw[1] = make_uint4(~0u, ~0u, ~0u, ~0u);
     if (own_type && position >= 0) {
       raw[0] = load(static_cast<const T*>(a.cache) + at);
@@ -41,13 +39,16 @@ struct Turns {
     }
   }
 
-  __device__ __forceinline__ void look(const Angles& a, float (&cosines)[each],
-                                       float (&sines)[each]) const {
-    unpack<T>(raw[0], cosines);
-    unpack<T>(raw[1], sines);
+  __device__ __forceinline__ void look(const Angles& a, int half, uint4& cosines,
+                                       uint4& sines) const {
+    cosines = raw[0];
+    sines = raw[1];
     if (!own_type && cache != nullptr) {
-      read_all(a.cache_type, cache, at, cosines);
-      read_all(a.cache_type, cache, at + half, sines);
+      float x[each];
+      read_all(a.cache_type, cache, at, x);
+      cosines = packed<T>(x);
+      read_all(a.cache_type, cache, at + half, x);
+      sines = packed<T>(x);
     }
   }
 };
@@ -56,32 +57,38 @@ struct Pair {
   float low, high;
 };
 
-// Explicit operations: what a compiler would contract could differ between kernels.
+// One pair. As in PyTorch the angles, each product and the sum are rounded to T; the caller rounds
+// the sum. Explicit operations: a compiler may contract others.
+template <class T>
 __device__ __forceinline__ Pair turned(float low, float high, float cosine, float sine) {
-  return {fmaf(low, cosine, -__fmul_rn(high, sine)), fmaf(high, cosine, __fmul_rn(low, sine))};
+  cosine = rounded<T>(cosine);
+  sine = rounded<T>(sine);
+  return {__fsub_rn(rounded<T>(__fmul_rn(low, cosine)), rounded<T>(__fmul_rn(high, sine))),
+          __fadd_rn(rounded<T>(__fmul_rn(high, cosine)), rounded<T>(__fmul_rn(low, sine)))};
 }
 
-// Two vectors of a unit.
-template <bool is_neox, int each>
-__device__ __forceinline__ void turn(float (&a)[each], float (&b)[each],
-                                     const float (&cosines)[each], const float (&sines)[each]) {
+// The two vectors of a unit.
+template <class T, bool is_neox>
+__device__ __forceinline__ void turn(uint4& a, uint4& b, uint4 cosines, uint4 sines) {
+  constexpr int each = kLanes<T>;
   if constexpr (is_neox) {
+    const uint4 low = minus<T>(times<T>(a, cosines), times<T>(b, sines));
+    b = plus<T>(times<T>(b, cosines), times<T>(a, sines));
+    a = low;
+  } else {
+    float x[2 * each], cosine[each], sine[each];
+    unpack<T>(a, reinterpret_cast<float(&)[each]>(x[0]));
+    unpack<T>(b, reinterpret_cast<float(&)[each]>(x[each]));
+    unpack<T>(cosines, cosine);
+    unpack<T>(sines, sine);
 #pragma unroll
     for (int e = 0; e < each; e++) {
-      const Pair p = turned(a[e], b[e], cosines[e], sines[e]);
-      a[e] = p.low;
-      b[e] = p.high;
+      const Pair p = turned<T>(x[2 * e], x[2 * e + 1], cosine[e], sine[e]);
+      x[2 * e] = p.low;
+      x[2 * e + 1] = p.high;
     }
-  } else {
-#pragma unroll
-    for (int e = 0; e < each; e += 2) {
-      Pair p = turned(a[e], a[e + 1], cosines[e / 2], sines[e / 2]);
-      a[e] = p.low;
-      a[e + 1] = p.high;
-      p = turned(b[e], b[e + 1], cosines[(each + e) / 2], sines[(each + e) / 2]);
-      b[e] = p.low;
-      b[e + 1] = p.high;
-    }
+    a = packed<T>(reinterpret_cast<const float(&)[each]>(x[0]));
+    b = packed<T>(reinterpret_cast<const float(&)[each]>(x[each]));
   }
 }
 
