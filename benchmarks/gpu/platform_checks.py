@@ -121,6 +121,18 @@ def write_adapter(folder: Path, scale: float) -> str:
     return str(folder)
 
 
+class Unwrapped:
+    """A module's parameters by their names without LoRA's wrappers: a weight's seed is its name."""
+
+    def __init__(self, module: Any) -> None:
+        self.module = module
+
+    def named_parameters(self) -> Any:
+        """As those of a module."""
+        for name, parameter in self.module.named_parameters():
+            yield name.replace(".base_layer.", "."), parameter
+
+
 def merge_adapter(module: Any) -> None:
     """Add the adapter to the weights."""
     import torch
@@ -187,7 +199,7 @@ def run(name: str, folder: Path, dry: bool) -> dict[str, Any]:
         **check["llm"],
     )
     module = model_of(llm)
-    seed_weights(module)
+    seed_weights(Unwrapped(module))
     if "merge" in check:
         merge_adapter(module)
     llm.reset_prefix_cache()

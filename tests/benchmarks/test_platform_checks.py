@@ -8,6 +8,7 @@ import sys
 from types import SimpleNamespace
 
 import pytest
+import torch
 
 
 @pytest.fixture
@@ -96,3 +97,16 @@ def test_an_adapter_of_scale_zero_changes_nothing_and_its_names_are_pefts(checks
     assert "base_model.model.model.layers.0.mlp.down_proj.lora_A.weight" in one
     assert all(not t.any() for name, t in zero.items() if ".lora_B." in name)
     assert all(t.any() for t in one.values())
+
+
+def test_a_weight_has_its_seed_with_loras_wrapper_and_without(checks) -> None:
+    class Wrapped(torch.nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.base_layer = torch.nn.Linear(3, 3, bias=False)
+
+    plain, wrapped = torch.nn.Module(), torch.nn.Module()
+    plain.o_proj, wrapped.o_proj = torch.nn.Linear(3, 3, bias=False), Wrapped()
+    for module in (plain, wrapped):
+        checks.seed_weights(checks.Unwrapped(module))
+    assert torch.equal(plain.o_proj.weight, wrapped.o_proj.base_layer.weight)
