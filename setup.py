@@ -264,7 +264,7 @@ class _Commands:
         for name in self.compiler.architectures:
             virtual = name.replace("sm_", "compute_")
             command.append(f"-gencode=arch={virtual},code={name}")
-        threads = max(1, (os.cpu_count() or 1) // len(sources("cuda")))
+        threads = -(-(os.cpu_count() or 1) // len(sources("cuda")))  # of architectures
         return [*command, f"--threads={threads}", "-c"]
 
     def _hipcc(self) -> list[str]:
