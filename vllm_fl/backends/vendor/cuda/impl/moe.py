@@ -6,7 +6,7 @@ from __future__ import annotations
 import torch
 
 from ..cuda import backend
-from .common import apart, fits, short, tensor_reason
+from .common import apart, dense, fits, short, tensor_reason
 
 MOST_EXPERTS = 1024
 """That moe_align_block_size has threads for."""
@@ -42,6 +42,7 @@ def topk_softmax(
     is_padding: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """gating_output: (tokens, experts) -> weights in float32 and ids in int32, (tokens, topk)."""
+    gating_output = dense(gating_output)
     shape, device = (gating_output.shape[0], topk), gating_output.device
     weights = torch.empty(shape, dtype=torch.float32, device=device)
     ids = torch.empty(shape, dtype=torch.int32, device=device)
@@ -118,9 +119,16 @@ def moe_align_block_size(
     sorted_ids = torch.empty(entries, dtype=torch.int32, device=device)
     experts = torch.empty(-(-entries // block_size), dtype=torch.int32, device=device)
     used = torch.empty(1, dtype=torch.int32, device=device)
-    kept = expert_map if ignore_invalid_experts else None
-    # An id below zero is an address in front of the kernel's counters; it leaves out larger ones.
-    topk_ids = topk_ids.masked_fill(topk_ids < 0, num_experts)
+    # An id outside of the experts is an address outside of the kernel's counters. What its map
+    # sends nowhere it leaves out, so that is where they go.
+    nowhere = topk_ids.new_full((1,), -1, dtype=torch.int32)
+    if expert_map is None or not ignore_invalid_experts:
+        to = torch.arange(num_experts, dtype=torch.int32, device=device)
+    else:
+        to = expert_map
+    kept = torch.cat((to, nowhere))
+    outside = (topk_ids < 0) | (topk_ids >= num_experts)
+    topk_ids = topk_ids.masked_fill(outside, num_experts)
     torch.ops._moe_C.moe_align_block_size(
         topk_ids, num_experts, block_size, sorted_ids, experts, used, kept
     )
