@@ -22,8 +22,6 @@ __global__ void __launch_bounds__(256) write_rows(const Copy a) {
   const uint32_t unit = blockIdx.y * blockDim.x + threadIdx.x;
   if (token >= a.of.tokens || unit >= a.units) return;
   await_previous_grid();
-  const int64_t slot = a.of.slots_are_64_bit ? static_cast<const int64_t*>(a.of.slots)[token]
-                                             : static_cast<const int32_t*>(a.of.slots)[token];
   const uint32_t head = one_head ? 0 : a.per_head.quotient(unit);
   const Index within = one_head ? unit : unit - head * a.per_head.divisor;
   Unit moved[2];
@@ -34,6 +32,9 @@ __global__ void __launch_bounds__(256) write_rows(const Copy a) {
                      head * static_cast<Index>(side.head_stride) + within;
     moved[k] = static_cast<const Unit*>(side.rows)[at];
   }
+  loads_so_far();
+  const int64_t slot = a.of.slots_are_64_bit ? static_cast<const int64_t*>(a.of.slots)[token]
+                                             : static_cast<const int32_t*>(a.of.slots)[token];
   if (slot < 0 || slot >= a.of.blocks * a.of.block_size) return;
   const Index block = a.slots_have_32_bits ? a.block_size.quotient(static_cast<uint32_t>(slot))
                                            : static_cast<Index>(slot / a.of.block_size);
