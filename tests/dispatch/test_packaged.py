@@ -161,3 +161,31 @@ def test_a_plugin_brings_its_policy_in_every_process(plugin_path, monkeypatch) -
     files = policy_files(ACME, manager.registry.snapshot())
     assert files["shipped"] is None
     assert [path.name for path, _ in files["packaged"]] == ["acme.yaml"]
+
+
+def test_what_is_brought_after_the_first_decision_counts_from_the_next_on(
+    registry, tmp_path
+) -> None:
+    manager = OpManager(registry, device=ACME)
+    assert manager.decide("scale").winner_id == "default.flaggems"
+    assert manager.resolve("scale") is not None
+    bring(registry, folder_of(tmp_path))
+    assert manager.resolve_candidates("scale")[0].impl_id == "vendor.acme"
+    assert manager.decide("scale").winner_id == "vendor.acme"
+
+
+def test_a_loaded_model_keeps_its_order_until_thaw(registry, tmp_path) -> None:
+    manager = OpManager(registry, device=ACME)
+    manager.freeze()
+    bring(registry, folder_of(tmp_path))
+    assert manager.decide("scale").winner_id == "default.flaggems"
+    manager.thaw()
+    assert manager.decide("scale").winner_id == "vendor.acme"
+
+
+def test_a_folder_is_found_from_any_working_directory(registry, tmp_path, monkeypatch) -> None:
+    folder = folder_of(tmp_path)
+    monkeypatch.chdir(tmp_path)
+    bring(registry, Path(folder.name))
+    monkeypatch.chdir("/")
+    assert decide(registry).winner_id == "vendor.acme"

@@ -34,9 +34,7 @@ from .registry import OpRegistry, OpRegistrySnapshot
 from .summary import hello
 from .types import DeviceFacts, OpImpl, VendorInfo, Verdict
 
-__all__ = [
-    "OpManager",
-]
+__all__ = ["OpManager"]
 
 _Table = dict[str, Binding]
 
@@ -73,6 +71,7 @@ class OpManager:
         self._pid = os.getpid()
         self._ready = False
         self._initializing = False
+        self._read_with: object = None  # the packages' policies when the configuration was read
         self._device: DeviceFacts | None = self._given_device
         self._known = Availability()
         self._bound: dict[str, set[str]] = {}
@@ -95,7 +94,7 @@ class OpManager:
 
     @property
     def registry(self) -> OpRegistry:
-        """The registry. Registering into it needs no ceremony; the next resolve sees it."""
+        """Registering into it needs no ceremony; the next resolve sees it."""
         return self._registry
 
     @property
@@ -110,6 +109,7 @@ class OpManager:
 
     def read_config(self, additional: Mapping[str, Any] | None = None) -> Config:
         """Read every source anew; `additional` is vLLM's additional_config["vllm_fl"]."""
+        self._read_with = self._registry.policies
         files = policy_files(self.device, self._registry.snapshot())
         return load_config(additional=additional, **files)
 
@@ -170,10 +170,16 @@ class OpManager:
             ConfigError: the configuration is wrong; nothing stays registered by plugins.
             PluginError: under strict, a plugin failed.
         """
-        if self._ready and self._pid == os.getpid():
+        known = self._read_with is self._registry.policies  # else somebody brought more since
+        if self._ready and known and self._pid == os.getpid():
             return
         self._renew_if_forked()
         with self._lock:
+            if self._ready and self._frozen is None and not known:
+                self._read_with = self._registry.policies
+                if self._own_config:
+                    self._config = self.read_config()
+                    self._invalidate()
             if self._ready or self._initializing:  # the latter: a plugin that resolves
                 return
             self._initializing = True
@@ -213,8 +219,8 @@ class OpManager:
 
     def _say_hello(self, device: DeviceFacts) -> None:
         if logger.isEnabledFor(logging.INFO):
-            # Purely: neither a policy context nor strict mode has a say here.
-            def winner_of(op_name: str) -> str:
+
+            def winner_of(op_name: str) -> str:  # without policy contexts, and not strict
                 return self._decide_purely(op_name, self.base_policy).winner_id or "nothing"
 
             names = self._registry.list_operators()

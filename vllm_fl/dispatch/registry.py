@@ -192,7 +192,7 @@ class OpRegistry:
 
         with self._lock:
             origin = self._current_origin(str(folder))
-            brought = PolicyFolder(Path(folder), origin)
+            brought = PolicyFolder(Path(folder).resolve(), origin)
             check_folder(brought, self.snapshot())
             self._swap(replace(self._state, policies=(*self._state.policies, brought)))
             self._record("policies", "", "", brought)
@@ -316,6 +316,11 @@ class OpRegistry:
             )
 
     # ------------------------------------------------------------------- snapshots
+
+    @property
+    def policies(self) -> tuple[PolicyFolder, ...]:
+        """Those that packages brought."""
+        return self._state.policies
 
     @property
     def generation(self) -> int:
