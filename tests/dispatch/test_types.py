@@ -475,3 +475,12 @@ def test_a_backend_with_a_string_for_a_tuple_is_refused(name: str) -> None:
     assert str(caught.value) == (
         f"Wrong.{name} must be a tuple of names, found the string 'acme'; write ('acme',)"
     )
+
+
+def test_a_module_that_would_be_imported_to_be_found_is_no_requirement() -> None:
+    with pytest.raises(RegistrationError) as caught:
+        type("Wrong", (Backend,), {"requires": ("torch", "vllm.utils")})
+    assert str(caught.value) == (
+        "Wrong.requires must name top-level modules, found 'vllm.utils': to look for it would "
+        "import vllm; name that, and ask for the rest in is_available()"
+    )

@@ -66,6 +66,12 @@ class Backend:
                     f"{cls.__name__}.{name} must be a tuple of names, found the string "
                     f"{getattr(cls, name)!r}; write ({getattr(cls, name)!r},)"
                 )
+        if dotted := [name for name in cls.requires if "." in name]:
+            raise RegistrationError(
+                f"{cls.__name__}.requires must name top-level modules, found {dotted[0]!r}: to look "
+                f"for it would import {dotted[0].partition('.')[0]}; name that, and ask for the rest "
+                "in is_available()"
+            )
 
     def __init__(self) -> None:
         self._implementations: list[OpImpl] = []
