@@ -68,9 +68,9 @@ class Backend:
                 )
         if dotted := [name for name in cls.requires if "." in name]:
             raise RegistrationError(
-                f"{cls.__name__}.requires must name top-level modules, found {dotted[0]!r}: to look "
-                f"for it would import {dotted[0].partition('.')[0]}; name that, and ask for the rest "
-                "in is_available()"
+                f"{cls.__name__}.requires must name top-level modules, found {dotted[0]!r}: to "
+                f"look for it would import {dotted[0].partition('.')[0]}; name that, and ask for "
+                "the rest in is_available()"
             )
 
     def __init__(self) -> None:
