@@ -276,7 +276,11 @@ def test_a_file_that_is_not_text_is_an_error(file: Any) -> None:
         ("prefer: vendor\n\tstrict: true\n", ":2: not valid YAML (found character '\\t' that"),
         ("prefer: vendor\n---\nprefer: vendor\n", ":2: not valid YAML (but found another"),
         ("strict: !!python/object:os.system {}\n", ":1: not valid YAML (could not determine"),
-        ("prefer: *nobody\n", ":1: not valid YAML (found undefined alias 'nobody')"),
+        ("prefer: *nobody\n", ":1: *nobody is an alias; write out what it stands for"),
+        (
+            "strict:\n- &a [x, x, x]\n- &b [*a, *a, *a]\n- [*b, *b, *b]\n",
+            ":3: *a is an alias; write out what it stands for",
+        ),
         ("prefer: vend\x01or\n", ": not valid YAML (unacceptable character #x0001"),
         ("- prefer\n", f":1: expected a mapping with the keys {KEYS}, found ['prefer'] of type"),
         ("vendor\n", f":1: expected a mapping with the keys {KEYS}, found 'vendor' of type str"),
@@ -302,7 +306,7 @@ def test_a_file_that_is_not_text_is_an_error(file: Any) -> None:
             "op_backends:\n  a: {compiled: [native]}\n  a@compiled: [vendor]\n",
             ':3: op_backends.a@compiled: the order of "a@compiled" is given twice; first at ',
         ),
-        ("deny_vendors: &a [*a]\n", ":1: not valid YAML (found unconstructable recursive node)"),
+        ("deny_vendors: &a [*a]\n", ":1: *a is an alias; write out what it stands for"),
         (
             "prefer: cuda\n",
             ':1: prefer: unknown kind "cuda"; valid: flagos, vendor, reference.',

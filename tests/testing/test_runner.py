@@ -303,6 +303,19 @@ def test_a_graph_that_differs_from_the_eager_op_is_found() -> None:
     assert "output 0 differs between eager and compiled" in report.failures[0].what
 
 
+def test_a_kernel_that_raises_on_every_call_fails_case_by_case() -> None:
+    def broken(x):
+        raise RuntimeError("boom")
+
+    report = check_implementation(implementation(SILU_AND_MUL, broken), dtypes=["float32"])
+    compiled = [result for result in report.results if result.case == COMPILE]
+    assert [f.kind for result in compiled for f in result.failures] == [Kind.COMPILE]
+    assert len(report.results) > 10
+    assert {f.what.partition(" (")[0] for f in report.failures if f.kind is Kind.RAISED} == {
+        "RuntimeError: boom"
+    }
+
+
 def test_a_schema_that_does_not_fit_is_found_when_it_is_compiled() -> None:
     contract = replace(
         SILU_AND_MUL,

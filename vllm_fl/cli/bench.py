@@ -129,7 +129,7 @@ def bench(
     """
     contract = contract_of(op)
     if contract is None:
-        known = manager.registry.list_operators()
+        known = [name for name in manager.registry.list_operators() if contract_of(name)]
         raise UsageError(
             f"no contract for the op '{op}', to make inputs of.{did_you_mean(op, known)}"
         )

@@ -296,6 +296,12 @@ def _from_file(path: Path, who: str, label: str | None = None) -> _Given:
             f"{', '.join(BY_KEY)}"
         ) from None
     try:
+        for token in yaml.scan(text, Loader=yaml.SafeLoader):
+            if isinstance(token, yaml.AliasToken):  # eight lines of them fill any memory
+                raise ConfigError(
+                    f"{named}:{token.start_mark.line + 1}: *{token.value} is an alias; write out "
+                    "what it stands for"
+                )
         root = yaml.compose(text, Loader=yaml.SafeLoader)
         loader = yaml.SafeLoader("")
         if root is None:

@@ -55,9 +55,9 @@ def _compare(
             return outputs_of(result)
         return tuple(placed[i] for i in written if i < len(placed))
 
-    eager = outputs(call)
     torch._dynamo.reset()
     try:
+        eager = outputs(call)
         graph = outputs(torch.compile(call, fullgraph=True, backend="aot_eager", dynamic=False))
     except Exception as error:
         lines = str(error).strip().splitlines() or [""]
