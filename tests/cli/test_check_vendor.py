@@ -6,11 +6,13 @@ from __future__ import annotations
 import json
 import os
 import sys
+from pathlib import Path
 
 import pytest
 
 from vllm_fl.cli.check_vendor import ITEMS, check_vendor
-from vllm_fl.cli.errors import CommandError
+from vllm_fl.cli.diagnosis import remedies
+from vllm_fl.cli.errors import CommandError, UsageError
 from vllm_fl.cli.main import main
 from vllm_fl.cli.new_vendor import write_package
 
@@ -58,8 +60,8 @@ def test_a_package_as_it_is_written_has_every_item(package, capfd):
     vendor = f"vendor.{module.removeprefix('vllm_fl_')}"
     assert note["note"] and note["item"] == "priority"
     assert note["what"].startswith(
-        f"where FlagGems serves the device it is always chosen before {vendor}, by its priority "
-        "of 150, for silu_and_mul; "
+        f"where vendor.cpu.fl serves the device it is always chosen before {vendor}, by its "
+        "priority of 110, for silu_and_mul; "
     )
     for remedy in (
         "registry.add_policies",
@@ -68,6 +70,19 @@ def test_a_package_as_it_is_written_has_every_item(package, capfd):
         "vllm-fl bench silu_and_mul",
     ):
         assert remedy in note["what"]
+
+
+def test_where_flaggems_serves_the_device_the_note_is_on_flaggems(package):
+    module = package((BACKEND, 'device_types = ("cpu",)', 'device_types = ("npu",)'))
+    [note] = check_vendor(module, conformance=False)[0]
+    assert note.note and note.item == "priority"
+    assert note.what.startswith("where FlagGems serves the device it is always chosen before ")
+    assert "by its priority of 150, for silu_and_mul; " in note.what
+
+
+def test_no_benchmark_is_advised_of_an_op_without_a_contract():
+    assert "vllm-fl bench" in remedies("vendor.acme", "rms_norm")
+    assert "vllm-fl" not in remedies("vendor.acme", None)
 
 
 def test_a_package_that_is_not_there_is_no_finding():
@@ -178,6 +193,11 @@ MORE = {
         (BACKEND, 'requires = ("torch",)', 'import rich\n    requires = ("torch", "rich")'),
         "without rich it does not register: ModuleNotFoundError",
     ),
+    "an id that a built-in has": (
+        "registration",
+        (BACKEND, 'impl_id = "vendor.', 'impl_id = "vendor.cpu"  # "'),
+        "DuplicateImplementationError: op 'silu_and_mul' already has",
+    ),
     "an op that nobody declared": (
         "signatures",
         (IMPL, "def silu_and_mul", "def silu_und_mul"),
@@ -220,6 +240,38 @@ def test_a_policy_of_its_own_is_checked_and_answers_the_note_on_flaggems(
     else:
         assert [f.item for f in findings] == ["policy"]
         assert said in findings[0].what
+
+
+def test_a_policy_may_name_vendors_of_vllm_fl_and_a_misnamed_file_is_noted(package, tmp_path):
+    module = package(POLICY)
+    name = module.removeprefix("vllm_fl_")
+    folder = tmp_path / f"vllm-plugin-{name}" / module / "policies"
+    folder.mkdir()
+    order = f"op_backends:\n  silu_and_mul: [vendor:{name}, vendor:cpu, flagos]\n"
+    (folder / f"{name}.yaml").write_text(order)
+    (folder / f"{name}_x2.yaml").write_text(order)
+    assert check_vendor(module, conformance=False)[0] == []
+    (folder / f"{name}s.yaml").write_text(order)
+    for loaded in [m for m in sys.modules if m.partition(".")[0] == module]:
+        del sys.modules[loaded]
+    [note] = check_vendor(module, conformance=False)[0]
+    assert note.note and note.item == "policy"
+    assert note.what.startswith(f"{name}s.yaml is named as no vendor")
+
+
+def test_the_example_of_an_own_op_has_every_item(tmp_path, monkeypatch):
+    page = (Path(__file__).parents[2] / "docs" / "add-an-operator.md").read_text()
+    code = page.partition("```python\n")[2].partition("registry = OpRegistry()")[0]
+    (tmp_path / "own_op_of_the_page.py").write_text(code)
+    monkeypatch.syspath_prepend(str(tmp_path))
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path), prepend=os.pathsep)
+    findings, _ = check_vendor("own_op_of_the_page")
+    assert [(f.item, f.note) for f in findings] == [("conformance", True)]
+
+
+def test_a_device_that_torch_does_not_know_is_wrong_usage(package):
+    with pytest.raises(UsageError, match="unknown device 'nonsense'"):
+        check_vendor(package(), device="nonsense")
 
 
 def test_what_is_missing_is_printed_and_the_exit_code_is_one(package, capfd):

@@ -158,7 +158,7 @@ def test_a_vendor_that_always_loses_to_flaggems_is_told_the_remedies_and_the_pro
     )
     assert finding["advice"] == (
         "where the vendor's kernels are faster, its package says so: with an order in a policy "
-        "file (registry.add_policies), or with a priority above FlagGems'. That they are right "
+        "file (registry.add_policies), or with a priority above that. That they are right "
         "and faster is shown on the device: vllm-fl verify --impl vendor.acme, vllm-fl bench scale"
     )
 

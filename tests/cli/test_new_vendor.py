@@ -82,12 +82,31 @@ def test_what_is_written_is_formatted_and_has_no_lint(tmp_path, ops):
 def test_the_command_writes_and_says_what_to_do_next(tmp_path, capfd):
     assert main(["new-vendor", "acme", "--ops", "rms_norm", "--directory", str(tmp_path)]) == 0
     said = capfd.readouterr().out
-    assert "pip install ./vllm-plugin-acme\n" in said
+    assert f"pip install {tmp_path}/vllm-plugin-acme\n" in said
+    assert f"pytest {tmp_path}/vllm-plugin-acme\n" in said
     assert "vllm-fl check-vendor vllm_fl_acme\n" in said
     assert main(["new-vendor", "other", "--directory", str(tmp_path), "--json"]) == 0
     told = json.loads(capfd.readouterr().out)
     assert Path(told["folder"]).name == "vllm-plugin-other"
     assert "vllm_fl_other/impl/activation.py" in told["files"]
+
+
+def test_an_op_that_is_named_twice_is_written_once():
+    once, twice = (package_files("acme", ["rms_norm"] * count) for count in (1, 2))
+    assert once == twice
+
+
+def test_the_build_includes_policies():
+    data = tomllib.loads(package_files("acme", DEFAULT_OPS)["pyproject.toml"])
+    assert data["tool"]["setuptools"]["package-data"] == {"vllm_fl_acme": ["policies/*.yaml"]}
+
+
+def test_a_failure_in_the_middle_leaves_nothing(tmp_path, monkeypatch):
+    files = {"one": "1", "one/below": "a file is no folder"}
+    monkeypatch.setattr(new_vendor, "package_files", lambda *given: files)
+    with pytest.raises(OSError):
+        write_package(tmp_path, "acme", DEFAULT_OPS)
+    assert list(tmp_path.iterdir()) == []
 
 
 def test_a_folder_that_is_there_is_left_alone(tmp_path):
@@ -102,6 +121,9 @@ def test_a_folder_that_is_there_is_left_alone(tmp_path):
         ("Acme", DEFAULT_OPS, "cpu", "cannot be a vendor's name; it starts with a small letter"),
         ("acme", ("rms_nrom",), "cpu", 'unknown op "rms_nrom"; valid: .* Did you mean "rms_norm"'),
         ("acme", (), "cpu", "--ops names no op"),
+        ("ascend", DEFAULT_OPS, "npu", "vendor.ascend is taken; taken are ascend, cpu, cuda;"),
+        ("cpu", DEFAULT_OPS, "cpu", "vendor.cpu is taken"),
+        ("acme", DEFAULT_OPS, "nonsense", 'unknown device type "nonsense"; valid: cpu, cuda, '),
         ("acme", DEFAULT_OPS, "npu:0", '"npu:0" is no device type'),
     ),
 )

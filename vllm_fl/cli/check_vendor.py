@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from ..dispatch.config import load_config
+from ..dispatch.errors import did_you_mean
 from ..dispatch.packaged import policy_files
 from ..dispatch.policy import token_matches
 from ..dispatch.registry import OpRegistry
@@ -28,6 +29,8 @@ from ..dispatch.types import (
 from .diagnosis import remedies
 from .errors import CommandError
 from .output import answer_stream, print_table
+from .vendor_probe import built_in_registry
+from .verify import check_device
 
 __all__ = ["ITEMS", "Finding", "add_parser", "check_vendor"]
 
@@ -121,15 +124,18 @@ def check_vendor(
 
     Raises:
         CommandError: there is no such module.
+        UsageError: torch does not know or see the device.
     """
     found = _probe(package)
     if found["error"] is not None:
         item, what = _of_error(package, found["error"])
         return [Finding(item, what)], [item]
+    check_device(device)
     registry = _registered(package)
-    impls = [i for impls in registry.snapshot().impls_by_op.values() for i in impls]
+    every = (i for impls in registry.snapshot().impls_by_op.values() for i in impls)
+    impls = [i for i in every if i.origin is not None and i.origin.source == "module"]
     findings = [
-        *_about_registration(impls),
+        *_about_registration(impls, set(registry.snapshot().declarations)),
         *_about_availability(package, found, impls),
         *_about_dependencies(package, found),
     ]
@@ -137,7 +143,8 @@ def check_vendor(
     if conformance and not any(f.item in ("backend", "availability") for f in findings):
         findings += _about_conformance(impls, device)
         asked = list(ITEMS)
-    findings += _about_flaggems(impls, registry)
+    findings += _about_policy_names(registry)
+    findings += _about_rivals(impls, registry)
     return findings, asked
 
 
@@ -166,6 +173,8 @@ def _of_error(package: str, error: dict[str, str]) -> tuple[str, str]:
             f"{said}. Import it in the backend's load(), and name it in `requires`: registering "
             "must work where it is not installed."
         )
+    if kind == "DuplicateImplementationError":
+        return "registration", said
     if kind == "SignatureMismatchError":
         return "signatures", said
     if text.startswith("policy of "):
@@ -182,13 +191,10 @@ def _of_error(package: str, error: dict[str, str]) -> tuple[str, str]:
 
 
 def _registered(package: str) -> OpRegistry:
-    """What the package registers, in this process and in a registry of its own."""
+    """What the package registers, in this process, on top of the built-ins."""
     from ..dispatch.discovery import REGISTRARS
-    from ..ops import register_builtins
 
-    registry = OpRegistry()
-    registry.plugins = ()
-    register_builtins(registry)
+    registry = built_in_registry(package)
     module = importlib.import_module(package)
     registrar: Callable[[OpRegistry], None] = next(
         f for name in REGISTRARS if callable(f := getattr(module, name, None))
@@ -198,13 +204,12 @@ def _registered(package: str) -> OpRegistry:
     return registry
 
 
-def _about_registration(impls: Sequence[OpImpl]) -> Iterator[Finding]:
+def _about_registration(impls: Sequence[OpImpl], declared: set[str]) -> Iterator[Finding]:
     from ..backends import Backend
-    from ..ops import CONTRACTS, SIGNATURES
+    from ..ops import CONTRACTS
 
     if not impls:
         yield Finding("registration", "it registers nothing")
-    declared = {signature.op_name for signature in SIGNATURES}
     described = {contract.name for contract in CONTRACTS}
     for impl in impls:
         who = f"{impl.impl_id} of {impl.op_name}"
@@ -314,21 +319,54 @@ def _about_conformance(impls: Sequence[OpImpl], device: str | None) -> Iterator[
                 yield Finding(item, str(failure))
 
 
-def _about_flaggems(impls: Sequence[OpImpl], registry: OpRegistry) -> Iterator[Finding]:
-    """A note, because whether FlagGems serves the device is not the package's doing."""
-    behind: dict[str, list[str]] = {}
+def _about_rivals(impls: Sequence[OpImpl], registry: OpRegistry) -> Iterator[Finding]:
+    """Notes on who is before the package's; notes, because it may well be meant so, and whether
+    FlagGems serves the device is not the package's doing."""
+    from ..ops import CONTRACTS
+
+    described = {contract.name for contract in CONTRACTS}
+    behind: dict[tuple[str, str, int], list[str]] = {}
     for impl in impls:
-        if impl.priority < BackendPriority.DEFAULT and not _is_ordered(impl, registry):
-            behind.setdefault(impl.impl_id, []).append(impl.op_name)
-    for impl_id, ops in behind.items():
+        if _is_ordered(impl, registry):
+            continue
+        for other in registry.get_implementations(impl.op_name):
+            if other.priority > impl.priority and _share_a_device(impl, other):
+                key = (impl.impl_id, other.impl_id, int(other.priority))
+                behind.setdefault(key, []).append(impl.op_name)
+    for (impl_id, other_id, priority), ops in behind.items():
         names = sorted(set(ops))
+        measured = next((name for name in names if name in described), None)
+        who = "FlagGems" if other_id == "default.flaggems" else other_id
         yield Finding(
             "priority",
-            f"where FlagGems serves the device it is always chosen before {impl_id}, by its "
-            f"priority of {int(BackendPriority.DEFAULT)}, for {', '.join(names)}; "
-            f"{remedies(impl_id, names[0])}",
+            f"where {who} serves the device it is always chosen before {impl_id}, by its "
+            f"priority of {priority}, for {', '.join(names)}; {remedies(impl_id, measured)}",
             note=True,
         )
+
+
+def _share_a_device(impl: OpImpl, other: OpImpl) -> bool:
+    """Whether another implementation may run where this one does."""
+    for name in ("device_types", "vendors"):  # None is any
+        mine, theirs = (getattr(i.backend, name, None) for i in (impl, other))
+        if mine is not None and theirs is not None and set(mine).isdisjoint(theirs):
+            return False
+    return True
+
+
+def _about_policy_names(registry: OpRegistry) -> Iterator[Finding]:
+    """Notes on policy files that no device asks for."""
+    vendors = {*registry.known_vendors(), "nvidia"}  # as the files of "cuda" are named
+    for brought in registry.snapshot().policies:
+        for path in sorted(brought.folder.glob("*.yaml")):
+            if not any(path.stem == v or path.stem.startswith(f"{v}_") for v in vendors):
+                yield Finding(
+                    "policy",
+                    f"{path.name} is named as no vendor and no vendor's product, so it may count "
+                    f"nowhere; vendors: {', '.join(sorted(vendors))}."
+                    f"{did_you_mean(path.stem, vendors)}",
+                    note=True,
+                )
 
 
 def _is_ordered(impl: OpImpl, registry: OpRegistry) -> bool:

@@ -176,12 +176,24 @@ def _of_registry(found: Mapping[str, Any], *, torch_works: bool) -> Iterator[Fin
         )  # fmt: skip
 
 
-def remedies(impl_id: str, op: str) -> str:
-    """What to do where FlagGems is before a vendor's kernels and they are faster."""
+def remedies(impl_id: str, op: str | None) -> str:
+    """What to do where FlagGems is before a vendor's kernels and they are faster.
+
+    Args:
+        op: one that can be benchmarked; None where none has a contract.
+    """
+    if op is None:
+        shown = (
+            "They have no contract, so that they are right and faster is for the package to show"
+        )
+    else:
+        shown = (
+            "That they are right and faster is shown on the device: "
+            f"vllm-fl verify --impl {impl_id}, vllm-fl bench {op}"
+        )
     return (
         "where the vendor's kernels are faster, its package says so: with an order in a policy "
-        "file (registry.add_policies), or with a priority above FlagGems'. That they are right "
-        f"and faster is shown on the device: vllm-fl verify --impl {impl_id}, vllm-fl bench {op}"
+        f"file (registry.add_policies), or with a priority above that. {shown}"
     )
 
 

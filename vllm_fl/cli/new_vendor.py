@@ -5,7 +5,10 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 import re
+import shlex
+import shutil
 import textwrap
 from collections.abc import Sequence
 from pathlib import Path
@@ -15,6 +18,7 @@ from .. import __version__
 from ..dispatch.errors import did_you_mean
 from .errors import CommandError, UsageError
 from .output import answer_stream
+from .vendor_probe import built_in_registry
 
 __all__ = ["DEFAULT_OPS", "add_parser", "package_files", "write_package"]
 
@@ -67,10 +71,12 @@ def run(arguments: argparse.Namespace) -> int:
             return 0
         stream.write(f"wrote {folder}:\n")
         stream.writelines(f"  {name}\n" for name in names)
+        here = folder.is_absolute() or folder.parts[0] == ".."
+        place = shlex.quote(str(folder) if here else f"./{folder}")  # pip: a path, and no name
         stream.write(
             "next:\n"
-            f"  pip install ./{folder.name}\n"
-            f"  pytest {folder.name}\n"
+            f"  pip install {place}\n"
+            f"  pytest {shlex.quote(str(folder))}\n"
             f"  vllm-fl check-vendor vllm_fl_{arguments.name}\n"
         )
     return 0
@@ -89,10 +95,16 @@ def write_package(
     folder = directory / f"vllm-plugin-{name}"
     if folder.exists():
         raise CommandError(f"{folder} is there already; remove it, or choose another --directory")
-    for path, text in files.items():
-        target = folder / path
-        target.parent.mkdir(parents=True, exist_ok=True)
-        target.write_text(text, encoding="utf-8")
+    unfinished = directory / f".vllm-plugin-{name}.{os.getpid()}"  # all of it, or nothing
+    try:
+        for path, text in files.items():
+            target = unfinished / path
+            target.parent.mkdir(parents=True, exist_ok=True)
+            target.write_text(text, encoding="utf-8")
+        unfinished.rename(folder)
+    except BaseException:
+        shutil.rmtree(unfinished, ignore_errors=True)
+        raise
     return folder, list(files)
 
 
@@ -105,6 +117,9 @@ def package_files(name: str, ops: Sequence[str], device_type: str = "cpu") -> di
         )
     if not re.fullmatch(r"[a-z]+", device_type):
         raise UsageError(f'"{device_type}" is no device type; PyTorch has cpu, cuda, npu, ...')
+    _check_free(name)
+    _check_device_type(device_type)
+    ops = list(dict.fromkeys(ops))
     families = _families(ops)
     package = f"vllm_fl_{name}"
     files = {
@@ -131,6 +146,35 @@ def package_files(name: str, ops: Sequence[str], device_type: str = "cpu") -> di
     for mark, value in values.items():
         files = {path: text.replace(mark, value) for path, text in files.items()}
     return files
+
+
+def _check_free(name: str) -> None:
+    """Refuse a vendor of whom vllm_fl itself has implementations: ids would be taken."""
+    every = built_in_registry().snapshot().impls_by_op.values()
+    taken = sorted({impl.vendor for impls in every for impl in impls if impl.vendor})
+    if name in taken:
+        raise UsageError(
+            f'"{name}" is a vendor whose kernels vllm_fl brings itself, so vendor.{name} is taken; '
+            f"taken are {', '.join(taken)}; choose another name"
+        )
+
+
+def _check_device_type(device_type: str) -> None:
+    """Refuse what neither torch nor the device table knows as a device's type."""
+    import torch
+
+    from ..backends.vendor.devices import VENDORS
+
+    known = sorted({vendor.device_type for vendor in VENDORS})
+    if device_type in known:
+        return
+    try:
+        torch.device(device_type)
+    except RuntimeError as error:
+        raise UsageError(
+            f'unknown device type "{device_type}"; valid: {", ".join(known)}, and what torch '
+            f"knows.{did_you_mean(device_type, known)} torch says: {str(error).splitlines()[0]}"
+        ) from None
 
 
 def _families(ops: Sequence[str]) -> dict[str, list[Any]]:
@@ -270,6 +314,9 @@ dependencies = ["vllm-fl>=@VERSION@"]
 [tool.setuptools]
 packages = ["@PACKAGE@", "@PACKAGE@.impl"]
 
+[tool.setuptools.package-data]
+"@PACKAGE@" = ["policies/*.yaml"]
+
 [tool.pytest.ini_options]
 testpaths = ["tests"]
 """
@@ -356,7 +403,7 @@ kernel is faster than FlagGems', show it on your chip:
     vllm-fl verify --impl vendor.@NAME@
     vllm-fl bench @FIRST@
 
-and ship the order as `@PACKAGE@/policies/@NAME@.yaml`, listed in `[tool.setuptools.package-data]`:
+and ship the order as `@PACKAGE@/policies/@NAME@.yaml` (`package-data` takes it along):
 `op_backends: {@FIRST@: [vendor:@NAME@, flagos]}`. `register_builtins` brings the folder with
 `registry.add_policies(Path(__file__).with_name("policies"))`.
 """

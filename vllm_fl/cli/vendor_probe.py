@@ -15,7 +15,10 @@ from collections.abc import Sequence
 from importlib.machinery import ModuleSpec
 from typing import Any
 
-__all__ = ["probe"]
+from ..dispatch.registry import OpRegistry
+from ..dispatch.types import Origin, Rejected
+
+__all__ = ["built_in_registry", "probe"]
 
 
 class _Blocked:
@@ -28,6 +31,23 @@ class _Blocked:
         if name.partition(".")[0] in self.names:
             raise ModuleNotFoundError(f"No module named '{name}'", name=name)
         return None
+
+
+def built_in_registry(without: str = "") -> OpRegistry:
+    """A registry with what vllm_fl brings, as a plugin finds it in a real process.
+
+    Args:
+        without: a module whose own built-ins are left out, because it is what is looked at.
+    """
+    from ..dispatch.builtin_ops import BUILTIN_MODULES
+
+    registry = OpRegistry()
+    registry.plugins = ()  # no discovery: other packages have no say
+    for name in BUILTIN_MODULES:
+        if name != without and not name.startswith(f"{without}."):
+            with registry.batch(Origin("builtin", name)):
+                importlib.import_module(name).register_builtins(registry)
+    return registry
 
 
 def probe(module: str, blocked: Sequence[str] = ()) -> dict[str, Any]:
@@ -43,17 +63,12 @@ def probe(module: str, blocked: Sequence[str] = ()) -> dict[str, Any]:
     import torch  # contracts need it, so it counts for nobody
     import yaml  # noqa: F401  (registering reads policies with it)
 
-    from ..dispatch import OpRegistry
     from ..dispatch.discovery import REGISTRARS
-    from ..dispatch.types import Origin, Rejected
-    from ..ops import register_builtins
 
     found: dict[str, Any] = {
         "error": None, "imported": [], "availability": {}, "requires": {}, "initialized": False,
     }  # fmt: skip
-    registry = OpRegistry()
-    registry.plugins = ()
-    register_builtins(registry)
+    registry = built_in_registry(module)
     before = set(sys.modules)
     try:
         package = importlib.import_module(module)
@@ -66,6 +81,8 @@ def probe(module: str, blocked: Sequence[str] = ()) -> dict[str, Any]:
             registrar(registry)
         for impls in registry.snapshot().impls_by_op.values():
             for impl in impls:
+                if impl.origin is None or impl.origin.source != "module":
+                    continue  # a built-in
                 verdict = impl.availability()
                 said = verdict.reason if isinstance(verdict, Rejected) else "yes"
                 who = f"{impl.impl_id} of {impl.op_name}"
