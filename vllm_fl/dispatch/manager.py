@@ -170,7 +170,7 @@ class OpManager:
             ConfigError: the configuration is wrong; nothing stays registered by plugins.
             PluginError: under strict, a plugin failed.
         """
-        known = self._read_with is self._registry.policies  # else somebody brought more since
+        known = self._read_with is self._registry.policies  # else more were brought since
         if self._ready and known and self._pid == os.getpid():
             return
         self._renew_if_forked()
@@ -451,8 +451,7 @@ class OpManager:
             self._invalidate()
 
     def thaw(self) -> None:
-        """Let decisions follow registry and policy again. Layers that are already bound
-        keep their functions; build them anew to change them."""
+        """Let decisions follow registry and policy again. Layers that are bound stay so."""
         with self._lock:
             self._frozen = None
             self._bound.clear()
