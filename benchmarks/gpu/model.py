@@ -196,8 +196,8 @@ def answers(llm: Any) -> dict[str, Any]:
     """Greedy tokens, and the log-probabilities of the prompts' tokens."""
     chooser = random.Random(1)
     queries = [
-        {"prompt_token_ids": [chooser.randrange(150000) for _ in range(40 + 37 * i)]}
-        for i in range(8)
+        {"prompt_token_ids": [chooser.randrange(150000) for _ in range(40 + 18 * i)]}
+        for i in range(16)
     ]
     outputs = llm.generate(queries, greedy(64, prompt_logprobs=0), use_tqdm=False)
     return {

@@ -16,6 +16,7 @@ ATTENTION = "TRITON_ATTN"
 SHAPES = ("q06", "q4")
 MODES = ("eager", "decode-graph", "graph")
 IMPLEMENTATIONS = ("vendor.cuda.fl", "vendor.cuda", "default.flaggems", "reference.torch")
+PAGES = "reshape_and_cache_flash@eager=impl:vendor.cuda.fl|native"
 SEPARATE = "fused_qk_norm_rope@eager=native"
 DENSE = ("rms_norm", "fused_add_rms_norm", "silu_and_mul", "rotary_embedding")
 """What a dense model of the shapes here calls."""
@@ -239,9 +240,9 @@ def _flagos(site: Site, results: Path, device: str, memory: float) -> Iterator[J
 
 def _vendors(site: Site, results: Path, device: str, memory: float) -> Iterator[Job]:
     vllm = ";".join([*(f"{op}@eager=impl:vendor.cuda" for op in DENSE), SEPARATE])
-    for who, order in (("unfused", SEPARATE), ("vllm", vllm)):
+    for who, order in (("unfused", SEPARATE), ("vllm", vllm), ("pages", PAGES)):
         for shape in SHAPES:
-            for mode in ("decode-graph", "eager"):
+            for mode in MODES if who == "pages" else ("decode-graph", "eager"):
                 env = {"VLLM_FL_PER_OP": order}
                 yield _model(results, memory, "vendors", who, shape, mode, env=env)
 

@@ -22,6 +22,7 @@ WHO = {
     "stock": "stock vLLM",
     "plugin": "plugin, shipped policy",
     "plugin-nogems": "plugin, shipped policy, no FlagGems",
+    "pages": "plugin, shipped policy, cache writes by our kernel",
     "unfused": "plugin, shipped policy, q/k norm and rope apart",
     "vllm": "plugin, vLLM's kernels",
     "flagos": "plugin, VLLM_FL_PREFER=flagos",
@@ -214,7 +215,7 @@ def routes(found: dict[tuple[str, str, str], Result]) -> str:
         if rows:
             columns = ["op", "implementation", "mode", "bound", "calls", "why"]
             parts.append(f"#### {shape}, {mode}, {WHO[who]}\n\n{table(columns, rows)}")
-    text = "Calls are those of 8 prompts and 64 tokens; replays of a graph are not counted."
+    text = "Calls are those of 16 prompts and 64 tokens; replays of a graph are not counted."
     return "\n\n".join([f"### Routes\n\n{text}", *parts]) if parts else ""
 
 
