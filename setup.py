@@ -228,7 +228,8 @@ class _Commands:
             self.defines += ["-DVLLM_FL_X86"] if X86 else []
         else:
             hidden[self.compiler.include.parent] = device
-            includes.append(self.compiler.include)
+            if self.compiler.include != Path("/usr/include"):  # else it hides the compiler's own
+                includes.append(self.compiler.include)
             if os.environ.get("VLLM_FL_TUNE") == "1":
                 self.defines.append("-DVLLM_FL_TUNE")
             if device == "hip":

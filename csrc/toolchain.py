@@ -210,13 +210,14 @@ def find_hipcc(torch: Torch) -> Compiler:
         raise CannotBuild("hipcc does not tell its version")
     _same_major(torch, "hip", f"hipcc is {version[1]}", version[1])
     root = Path(hipcc).resolve().parents[1]
+    multiarch = sysconfig.get_config_var("MULTIARCH")  # where Debian's packages keep libraries
     asked = os.environ.get("PYTORCH_ROCM_ARCH", "").strip() or HIP_ARCHITECTURES
     return Compiler(
         command=(hipcc,),
         name=f"hipcc {version[1]}",
         architectures=tuple(re.split(r"[;,\s]+", asked)),
         include=_first(root, ("include",), "hip/hip_runtime.h"),
-        library=_first(root, ("lib", "lib64"), "libamdhip64.so"),
+        library=_first(root, ("lib", "lib64", f"lib/{multiarch}"), "libamdhip64.so"),
     )
 
 

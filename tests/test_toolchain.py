@@ -7,6 +7,7 @@ import os
 import shutil
 import sys
 from importlib.machinery import ModuleSpec
+import sysconfig
 from pathlib import Path
 
 import pytest
@@ -190,6 +191,12 @@ def test_hipcc_is_found_with_its_headers_and_its_runtime(bare, cxx, monkeypatch)
     found = toolchain.find_hipcc(HIP_TORCH)
     assert (found.name, found.architectures) == ("hipcc 6.4", ("gfx942", "gfx950"))
     assert found.include == bare / "rocm/include"
+    # Debian's packages have it beside the libraries of everything else.
+    library = bare / "rocm/lib/libamdhip64.so"
+    elsewhere = library.parent / str(sysconfig.get_config_var("MULTIARCH"))
+    elsewhere.mkdir()
+    library.rename(elsewhere / library.name)
+    assert toolchain.find_hipcc(HIP_TORCH).library == elsewhere
 
 
 # ------------------------------------------------------------------------------- architectures
