@@ -6,8 +6,8 @@ from __future__ import annotations
 import os
 import shutil
 import sys
-from importlib.machinery import ModuleSpec
 import sysconfig
+from importlib.machinery import ModuleSpec
 from pathlib import Path
 
 import pytest
