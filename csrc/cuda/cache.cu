@@ -15,33 +15,38 @@ struct Copy {
   bool slots_have_32_bits;  // so many are in the cache
 };
 
-template <class Unit>
+// Index: 32 bits where they number the units. one_head: all of a token lies in one piece.
+template <class Unit, class Index, bool one_head>
 __global__ void __launch_bounds__(256) write_rows(const Copy a) {
   const int64_t token = static_cast<int64_t>(blockIdx.x) * blockDim.y + threadIdx.y;
-  const int64_t unit = static_cast<int64_t>(blockIdx.y) * blockDim.x + threadIdx.x;
+  const uint32_t unit = blockIdx.y * blockDim.x + threadIdx.x;
   if (token >= a.of.tokens || unit >= a.units) return;
   await_previous_grid();
-  const int64_t slot = a.of.slots_are_64_bit ? static_cast<const int64_t*>(a.of.slots)[token]
-                                             : static_cast<const int32_t*>(a.of.slots)[token];
-  const int64_t head = a.per_head.quotient(static_cast<uint32_t>(unit));
-  const int64_t within = unit - head * a.per_head.divisor;
+  const uint32_t head = one_head ? 0 : a.per_head.quotient(unit);
+  const Index within = one_head ? unit : unit - head * a.per_head.divisor;
   Unit moved[2];
 #pragma unroll
   for (int k = 0; k < 2; k++) {
     const CachedSide& side = a.of.sides[k];
-    moved[k] = static_cast<const Unit*>(
-        side.rows)[token * side.token_stride + head * side.head_stride + within];
+    const Index at = static_cast<Index>(token) * static_cast<Index>(side.token_stride) +
+                     head * static_cast<Index>(side.head_stride) + within;
+    moved[k] = static_cast<const Unit*>(side.rows)[at];
   }
+  loads_so_far();
+  const int64_t slot = a.of.slots_are_64_bit ? static_cast<const int64_t*>(a.of.slots)[token]
+                                             : static_cast<const int32_t*>(a.of.slots)[token];
   if (slot < 0 || slot >= a.of.blocks * a.of.block_size) return;
-  const int64_t block = a.slots_have_32_bits
-                            ? a.block_size.quotient(static_cast<uint32_t>(slot))
-                            : slot / a.of.block_size;
-  const int64_t row = slot - block * a.of.block_size;
+  const Index block = a.slots_have_32_bits ? a.block_size.quotient(static_cast<uint32_t>(slot))
+                                           : static_cast<Index>(slot / a.of.block_size);
+  const Index row =
+      static_cast<Index>(slot) - block * static_cast<Index>(a.of.block_size);
 #pragma unroll
   for (int k = 0; k < 2; k++) {
     const CachedSide& side = a.of.sides[k];
-    static_cast<Unit*>(side.cache)[block * side.block_stride + row * side.slot_stride +
-                                   head * side.cache_head_stride + within] = moved[k];
+    const Index at = block * static_cast<Index>(side.block_stride) +
+                     row * static_cast<Index>(side.slot_stride) +
+                     head * static_cast<Index>(side.cache_head_stride) + within;
+    static_cast<Unit*>(side.cache)[at] = moved[k];
   }
 }
 
@@ -56,6 +61,24 @@ bool fits(const CacheWrite& a, int bytes) {
     for (int64_t stride : {side.token_stride, side.head_stride, side.block_stride,
                            side.slot_stride, side.cache_head_stride}) {
       if (stride % elements) return false;
+    }
+  }
+  return true;
+}
+
+// Whether 32 bits number the units, in the rows and in the caches.
+bool is_narrow(const CacheWrite& a) {
+  constexpr int64_t most = int64_t{1} << 31;
+  if (a.blocks * a.block_size > kMaxRows || a.tokens > kMaxRows) return false;
+  for (const CachedSide& side : a.sides) {
+    for (int64_t stride : {side.token_stride, side.head_stride, side.block_stride,
+                           side.slot_stride, side.cache_head_stride}) {
+      if (stride < 0 || stride >= most) return false;
+    }
+    const int64_t heads = a.heads * side.cache_head_stride;
+    if (a.tokens * side.token_stride + a.heads * side.head_stride >= most) return false;
+    if (a.blocks * side.block_stride + a.block_size * side.slot_stride + heads >= most) {
+      return false;
     }
   }
   return true;
@@ -94,7 +117,13 @@ gpuError launch_units(CacheWrite a, gpuStream stream) {
   const dim3 block(columns, rows);
   const dim3 grid(static_cast<unsigned>(divided_up(a.tokens, rows)),
                   static_cast<unsigned>(chunks));
-  return launch(write_rows<Unit>, grid, block, stream, launches_depend(), copy);
+  const bool dependent = launches_depend();
+  if (!is_narrow(a)) {
+    return launch(write_rows<Unit, int64_t, false>, grid, block, stream, dependent, copy);
+  }
+  return a.heads == 1
+             ? launch(write_rows<Unit, uint32_t, true>, grid, block, stream, dependent, copy)
+             : launch(write_rows<Unit, uint32_t, false>, grid, block, stream, dependent, copy);
 }
 
 }  // namespace

@@ -333,6 +333,14 @@ __device__ __forceinline__ float sum_of_lanes(float x, int lanes) {
   return x;
 }
 
+// Loads above are asked for before loads below. Else NVIDIA's assembler asks first for the address
+// that later loads wait for, and its use holds up those that wait for nothing.
+__device__ __forceinline__ void loads_so_far() {
+#if !VLLM_FL_HIP
+  __syncwarp();
+#endif
+}
+
 // ------------------------------------------------------------------------ launches in a chain
 
 // With programmatic dependent launch a grid may be started while the one before it still runs;

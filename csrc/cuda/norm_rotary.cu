@@ -85,8 +85,6 @@ __global__ void __launch_bounds__(512, lanes != 0 && heads == 1 ? 2 : 1)
   const uint4 nothing = make_uint4(0, 0, 0, 0);
   uint4 v[heads], w[heads], v_weight = nothing, w_weight = nothing;
   uint4 rest[heads][kRest + 1], rest_weight[kRest + 1];
-  int64_t position = -1;
-  if (turning) position = position_of(a.angles, token);
 #pragma unroll
   for (int h = 0; h < heads; h++) {
     v[h] = w[h] = nothing;
@@ -109,6 +107,8 @@ __global__ void __launch_bounds__(512, lanes != 0 && heads == 1 ? 2 : 1)
       rest[h][k] = here && h < count ? load(x + h * a.head_size + at) : nothing;
     }
   }
+  loads_so_far();
+  const int64_t position = turning ? position_of(a.angles, token) : -1;
   const Turns<T, plain> turns(a.angles, position, unit * each, a.half);
 
 #pragma unroll

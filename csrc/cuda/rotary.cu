@@ -19,37 +19,35 @@ __global__ void __launch_bounds__(512) rotary_of_vectors(const Rotary a) {
   // 32 bits number the elements, and where a token begins is the same for all threads.
   const uint32_t query_token = token * static_cast<uint32_t>(a.turned[0].token_stride);
   const uint32_t key_token = token * static_cast<uint32_t>(a.turned[1].token_stride);
-  const int units = a.half / each;
+  const int unit = threadIdx.x;
+  const int low = first_of<is_neox>(unit, each), high = second_of<is_neox>(unit, each, a.half);
   await_previous_grid();
-  const int64_t position = position_of(a.angles, token);
-  for (int unit = threadIdx.x; unit < units; unit += blockDim.x) {
-    const int low = first_of<is_neox>(unit, each), high = second_of<is_neox>(unit, each, a.half);
-    uint4 x[heads], y[heads];
-    T* place[heads];
+  uint4 x[heads], y[heads];
+  T* place[heads];
 #pragma unroll
-    for (int k = 0; k < heads; k++) {
-      const uint32_t head = first + k * blockDim.y;
-      const bool is_query = head < queries;
-      const uint32_t head_stride =
-          static_cast<uint32_t>(is_query ? a.turned[0].head_stride : a.turned[1].head_stride);
-      place[k] = static_cast<T*>(is_query ? a.turned[0].data : a.turned[1].data) +
-                 ((is_query ? query_token : key_token) +
-                  (is_query ? head : head - queries) * head_stride);
-      if (head < all) {
-        x[k] = load(place[k] + low);
-        y[k] = load(place[k] + high);
-      }
+  for (int k = 0; k < heads; k++) {
+    const uint32_t head = first + k * blockDim.y;
+    const bool is_query = head < queries;
+    const uint32_t head_stride =
+        static_cast<uint32_t>(is_query ? a.turned[0].head_stride : a.turned[1].head_stride);
+    place[k] = static_cast<T*>(is_query ? a.turned[0].data : a.turned[1].data) +
+               ((is_query ? query_token : key_token) +
+                (is_query ? head : head - queries) * head_stride);
+    if (head < all) {
+      x[k] = load(place[k] + low);
+      y[k] = load(place[k] + high);
     }
-    const Turns<T, own_type> turns(a.angles, position, unit * each, a.half);
-    uint4 cosines, sines;
-    turns.look(a.angles, a.half, cosines, sines);
+  }
+  loads_so_far();
+  const Turns<T, own_type> turns(a.angles, position_of(a.angles, token), unit * each, a.half);
+  uint4 cosines, sines;
+  turns.look(a.angles, a.half, cosines, sines);
 #pragma unroll
-    for (int k = 0; k < heads; k++) {
-      if (first + k * blockDim.y < all) {
-        turn<T, is_neox>(x[k], y[k], cosines, sines);
-        store(place[k] + low, x[k]);
-        store(place[k] + high, y[k]);
-      }
+  for (int k = 0; k < heads; k++) {
+    if (first + k * blockDim.y < all) {
+      turn<T, is_neox>(x[k], y[k], cosines, sines);
+      store(place[k] + low, x[k]);
+      store(place[k] + high, y[k]);
     }
   }
 }
@@ -97,6 +95,7 @@ __global__ void __launch_bounds__(256, 1)
 
 bool takes_vectors(const Rotary& a, int lanes) {
   if (!a.is_simple || !angles_are_aligned(a.angles, a.half, lanes)) return false;
+  if (a.half / lanes > 512) return false;  // units of a head, each of which has a thread
   constexpr int64_t most = int64_t{1} << 31;
   for (const Heads& h : a.turned) {
     if (h.data == nullptr) continue;

@@ -56,17 +56,23 @@ struct NormShape {
 
 // How many vectors a thread of a block has. Few rows wait for one another's latencies: the fewest
 // warps that two loads each cover the row with start soonest and meet soonest. Many rows are a
-// matter of how many fit into a multiprocessor at once.
+// matter of how many fit into a multiprocessor at once, for which sums and norms differ.
 inline int norm_vectors(int64_t vectors, int64_t rows, bool adds) {
   constexpr int64_t multiprocessors = 132;
-  if (vectors <= (adds ? 256 : 128)) return 1;
-  if (vectors <= 256 || rows <= 2 * multiprocessors) return 2;
-  return vectors <= 512 && rows < 1024 ? 2 : 4;
+  const bool few = rows <= 2 * multiprocessors, many = rows >= 1024;
+  if (adds) {
+    if (vectors <= 256) return 1;
+    if (few) return 2;
+    return vectors <= (many ? 512 : 0) || vectors > 768 ? 4 : 1;
+  }
+  if (vectors <= 128) return 1;
+  if (vectors <= 256 || few) return 2;
+  return vectors <= 512 && !many ? 2 : 4;
 }
 
 inline NormShape norm_shape(int64_t vectors, int64_t rows, bool adds) {
   NormShape shape{};
-  const bool warp = vectors <= 4 * kWarp && chosen(kNormWarp, !adds && rows >= 2048) != 0;
+  const bool warp = vectors <= 4 * kWarp && chosen(kNormWarp, !adds && rows >= 16384) != 0;
   if (vectors <= kWarp || warp) {
     shape.vectors = vectors <= kWarp ? 1 : 4;
     shape.threads = power_of_two_from(vectors < kWarp ? vectors : kWarp);
@@ -116,9 +122,9 @@ inline RotaryLaunch rotary_launch(int units, int64_t heads, int64_t tokens) {
   // In a large batch a block has all heads of a token: blocks start at 0.8 a nanosecond.
   const int threads = chosen(kRotaryThreads, all >= kFull ? 512 : all >= kBusy ? 256 : 128);
   launch.heads = chosen(kRotaryHeads, 1);
-  launch.columns = units < threads ? units : threads;
+  launch.columns = units;
   const int64_t each = divided_up(heads, launch.heads);
-  const int most = threads / launch.columns;
+  const int most = units < threads ? threads / units : 1;
   const int64_t chunks = divided_up(each, most);
   launch.rows = static_cast<int>(divided_up(each, chunks));
   return launch;
@@ -134,7 +140,7 @@ struct FusedLaunch {
 inline FusedLaunch fused_launch(int lanes, int64_t heads, int64_t tokens, bool plain) {
   const int64_t all = lanes * heads * tokens;
   FusedLaunch launch{};
-  launch.heads = plain ? chosen(kFusedHeads, 1) : 1;
+  launch.heads = plain ? chosen(kFusedHeads, all >= 4 * kFull ? 2 : 1) : 1;
   const int threads = plain ? chosen(kFusedThreads, all >= kFull ? 512 : 64) : 64;
   const int least = kWarp / lanes;  // a block has whole warps
   const int most = threads / lanes < least ? least : threads / lanes;
