@@ -1,6 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// Gated activations: act(gate) * up, the activation rounded to the tensors' dtype before the
-// product, as in PyTorch.
+// Gated activations: act(gate) * up, computed in float32 and rounded once.
 #include <type_traits>
 
 #include "kernels.h"
@@ -72,11 +71,12 @@ __global__ void __launch_bounds__(512) gated_vectors(const Gated a) {
   await_previous_grid();
   const uint4 gates = load(static_cast<const T*>(a.gate) + (place + i * each));
   const uint4 ups = load(static_cast<const T*>(a.up) + (place + i * each));
-  float x[each];
+  float x[each], up[each];
   unpack<T>(gates, x);
+  unpack<T>(ups, up);
 #pragma unroll
-  for (int e = 0; e < each; e++) x[e] = activated<gate, T>(x[e]);
-  store(static_cast<T*>(a.out) + (target + i * each), times<T>(packed<T>(x), ups));
+  for (int e = 0; e < each; e++) x[e] = activated<gate, T>(x[e]) * up[e];
+  store(static_cast<T*>(a.out) + (target + i * each), packed<T>(x));
 }
 
 template <Gate gate, class T>
@@ -92,7 +92,7 @@ __global__ void __launch_bounds__(256, 1)
     T* out = static_cast<T*>(a.out) + row * a.width;
     for (int64_t i = static_cast<int64_t>(blockIdx.x) * blockDim.x + threadIdx.x; i < a.width;
          i += step) {
-      write(out + i, rounded<T>(activated<gate, T>(single(gates[i]))) * single(ups[i]));
+      write(out + i, activated<gate, T>(single(gates[i])) * single(ups[i]));
     }
   }
 }

@@ -143,23 +143,6 @@ __device__ __forceinline__ uint32_t bits_of_two(float x, float y, Float16) {
   const __half2 both = __floats2half2_rn(x, y);
   return *reinterpret_cast<const uint32_t*>(&both);
 }
-// what: 0 a product, 1 a sum, 2 a difference, of two numbers each.
-__device__ __forceinline__ uint32_t of_two(uint32_t x, uint32_t y, int what, BFloat16) {
-  const __nv_bfloat162 a = *reinterpret_cast<const __nv_bfloat162*>(&x);
-  const __nv_bfloat162 b = *reinterpret_cast<const __nv_bfloat162*>(&y);
-  const __nv_bfloat162 both = what == 0   ? __hmul2_rn(a, b)
-                              : what == 1 ? __hadd2_rn(a, b)
-                                          : __hsub2_rn(a, b);
-  return *reinterpret_cast<const uint32_t*>(&both);
-}
-__device__ __forceinline__ uint32_t of_two(uint32_t x, uint32_t y, int what, Float16) {
-  const __half2 a = *reinterpret_cast<const __half2*>(&x);
-  const __half2 b = *reinterpret_cast<const __half2*>(&y);
-  const __half2 both = what == 0   ? __hmul2_rn(a, b)
-                       : what == 1 ? __hadd2_rn(a, b)
-                                   : __hsub2_rn(a, b);
-  return *reinterpret_cast<const uint32_t*>(&both);
-}
 __device__ __forceinline__ float exchanged(float x, int distance) {
   return __shfl_xor_sync(0xffffffffu, x, distance);
 }
@@ -180,11 +163,6 @@ __device__ __forceinline__ float rounded(float x) {
   } else {
     return single(T{static_cast<uint16_t>(bits_of(x, T{}))});
   }
-}
-
-// As `rounded`, for a type that is known at run time.
-__device__ __forceinline__ float rounded_to(int type, float x) {
-  return type == kBFloat16 ? rounded<BFloat16>(x) : type == kFloat16 ? rounded<Float16>(x) : x;
 }
 
 __device__ __forceinline__ float read_as(int type, const void* from, int64_t at) {
@@ -232,50 +210,6 @@ __device__ __forceinline__ uint4 packed(const float (&x)[kLanes<T>]) {
     return make_uint4(bits_of_two(x[0], x[1], T{}), bits_of_two(x[2], x[3], T{}),
                       bits_of_two(x[4], x[5], T{}), bits_of_two(x[6], x[7], T{}));
   }
-}
-
-// The values that are left in T.
-template <class T>
-__device__ __forceinline__ void round_all(float (&x)[kLanes<T>]) {
-  if constexpr (!Same<T, float>::value) unpack<T>(packed<T>(x), x);
-}
-
-// Products, sums and differences of two vectors of T, each rounded once, as in PyTorch. In half
-// precision that is one instruction for two of them, with the bits of float32 arithmetic that is
-// rounded: float32 holds the exact product, and of a sum all that decides how it is rounded.
-enum Arithmetic { kTimes, kPlus, kMinus };
-
-template <Arithmetic what, class T>
-__device__ __forceinline__ uint4 computed(uint4 x, uint4 y) {
-#if !VLLM_FL_HIP
-  if constexpr (!Same<T, float>::value) {
-    return make_uint4(of_two(x.x, y.x, what, T{}), of_two(x.y, y.y, what, T{}),
-                      of_two(x.z, y.z, what, T{}), of_two(x.w, y.w, what, T{}));
-  }
-#endif
-  float a[kLanes<T>], b[kLanes<T>];
-  unpack<T>(x, a);
-  unpack<T>(y, b);
-#pragma unroll
-  for (int i = 0; i < kLanes<T>; i++) {
-    a[i] = what == kTimes ? __fmul_rn(a[i], b[i])
-           : what == kPlus ? __fadd_rn(a[i], b[i])
-                           : __fsub_rn(a[i], b[i]);
-  }
-  return packed<T>(a);
-}
-
-template <class T>
-__device__ __forceinline__ uint4 times(uint4 x, uint4 y) {
-  return computed<kTimes, T>(x, y);
-}
-template <class T>
-__device__ __forceinline__ uint4 plus(uint4 x, uint4 y) {
-  return computed<kPlus, T>(x, y);
-}
-template <class T>
-__device__ __forceinline__ uint4 minus(uint4 x, uint4 y) {
-  return computed<kMinus, T>(x, y);
 }
 
 // Elements from `at` on of an array of a type that is known at run time, at a vector's address.

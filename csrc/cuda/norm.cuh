@@ -5,8 +5,8 @@
 // A row is summed in one order, whatever the launch: vectors of 16 bytes by 32, one for each lane,
 // whose sums meet over the lanes; then these sums, 32 at most in a tree and further ones behind
 // them. Which threads do it, how many vectors each of them has, and whether it reads vectors or
-// elements, changes no bit; nor does what lies around the row. What is computed in float32 is
-// rounded where the reference in PyTorch rounds.
+// elements, changes no bit; nor does what lies around the row. All is computed in float32, and the
+// result is rounded once.
 #pragma once
 
 #include "kernels.h"
@@ -40,12 +40,9 @@ __device__ __forceinline__ float inverse_root(const Norm& a, float squares) {
   return rsqrtf(fmaf(squares, a.of_average, a.epsilon));
 }
 
-// The scaled value times the weight, as in the reference: the product is one of the weight's
-// dtype; with an offset (Gemma) it is one of float32.
+// The scaled value times the weight.
 __device__ __forceinline__ float weighted(const Norm& a, float v, float w) {
-  if (a.weight_offset != 0.0f) return v * (w + a.weight_offset);
-  v = rounded_to(a.weight_type, v) * w;
-  return a.weight_type == a.type ? v : rounded_to(a.weight_type, v);
+  return v * (a.weight_offset == 0.0f ? w : w + a.weight_offset);
 }
 
 // kPlain: the weight is of x's dtype, all of a row is averaged, and rows that take a block lie
@@ -231,14 +228,10 @@ __global__ void __launch_bounds__(most_threads(vectors, reach),
     value(k, v);
 #pragma unroll
     for (int e = 0; e < each; e++) v[e] *= scale;
-    if constexpr (form == kPlain) {
-      store(out, times<T>(packed<T>(v), w[k]));
-      continue;
-    }
-    if constexpr (form == kOffset) {
+    if constexpr (form != kAny) {
       unpack<T>(w[k], f);
 #pragma unroll
-      for (int e = 0; e < each; e++) v[e] *= f[e] + a.weight_offset;
+      for (int e = 0; e < each; e++) v[e] *= form == kPlain ? f[e] : f[e] + a.weight_offset;
     } else if (a.weight != nullptr) {
       read_all(a.weight_type, a.weight, i * each, f);
 #pragma unroll

@@ -1,7 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
 // The norms of query and key heads and their rotary embedding, in place in a projection, in one
-// launch. Rounded where the separate kernels, and PyTorch, round: the scaled value, its product
-// with the weight, the angles, each product of the rotation and their sum.
+// launch, computed in float32 and rounded once; the angles are those that the heads' dtype holds.
 //
 // A head is summed by a fixed set of lanes in a fixed order (`Cut`), whichever kernel reads it.
 #include "turning.cuh"
@@ -31,27 +30,23 @@ __device__ __forceinline__ float inverse_root(const NormRotary& a, float squares
   return rsqrtf(fmaf(squares, a.of_average, a.epsilon));
 }
 
-// As rms_norm leaves it in the tensor.
-template <class T>
-__device__ __forceinline__ float normed(float v, float scale, int weight_type, float w) {
-  v = rounded_to(weight_type, v * scale) * w;
-  return rounded<T>(weight_type == TypeOf<T>::value ? v : rounded_to(weight_type, v));
+// Explicit operations: what follows is no reason to contract them.
+__device__ __forceinline__ float normed(float v, float scale, float w) {
+  return __fmul_rn(__fmul_rn(v, scale), w);
 }
 
-// The same for a vector; `own` is its weight where that is of type T.
+// A vector; `own` is its weight where that is of type T.
 template <class T, bool plain>
-__device__ __forceinline__ uint4 all_normed(float (&v)[kLanes<T>], float scale, const void* weight,
-                                            int at, int weight_type, uint4 own) {
-  if (plain || weight_type == TypeOf<T>::value) {
-#pragma unroll
-    for (int e = 0; e < kLanes<T>; e++) v[e] *= scale;
-    return times<T>(packed<T>(v), own);
-  }
+__device__ __forceinline__ void norm_all(float (&v)[kLanes<T>], float scale, const void* weight,
+                                         int at, int weight_type, uint4 own) {
   float w[kLanes<T>];
-  read_all(weight_type, weight, at, w);
+  if (plain || weight_type == TypeOf<T>::value) {
+    unpack<T>(own, w);
+  } else {
+    read_all(weight_type, weight, at, w);
+  }
 #pragma unroll
-  for (int e = 0; e < kLanes<T>; e++) v[e] = normed<T>(v[e], scale, weight_type, w[e]);
-  return packed<T>(v);
+  for (int e = 0; e < kLanes<T>; e++) v[e] = normed(v[e], scale, w[e]);
 }
 
 // A lane has one unit of each head, and up to two vectors of the rest. A thread has `heads` heads
@@ -134,11 +129,11 @@ __global__ void __launch_bounds__(512, lanes != 0 && heads == 1 ? 2 : 1)
     if (turning && h < count) {
       uint4 cosines, sines;
       turns.look(a.angles, a.half, cosines, sines);
-      v[h] = all_normed<T, plain>(vs, scale, weight, low, weight_type, v_weight);
-      w[h] = all_normed<T, plain>(ws, scale, weight, high, weight_type, w_weight);
-      turn<T, is_neox>(v[h], w[h], cosines, sines);
-      store(head + low, v[h]);
-      store(head + high, w[h]);
+      norm_all<T, plain>(vs, scale, weight, low, weight_type, v_weight);
+      norm_all<T, plain>(ws, scale, weight, high, weight_type, w_weight);
+      turn<T, is_neox>(vs, ws, cosines, sines);
+      store(head + low, packed<T>(vs));
+      store(head + high, packed<T>(ws));
     }
 #pragma unroll
     for (int k = 0; k < kRest; k++) {
@@ -146,8 +141,8 @@ __global__ void __launch_bounds__(512, lanes != 0 && heads == 1 ? 2 : 1)
       if (h < count && i < cut.rest) {
         float rs[each];
         unpack<T>(rest[h][k], rs);
-        store(head + at,
-              all_normed<T, plain>(rs, scale, weight, at, weight_type, rest_weight[k]));
+        norm_all<T, plain>(rs, scale, weight, at, weight_type, rest_weight[k]);
+        store(head + at, packed<T>(rs));
       }
     }
   }
@@ -184,7 +179,7 @@ __global__ void __launch_bounds__(256, 1)
     const void* weight = is_query ? a.query_weight : a.key_weight;
     const int type = is_query ? a.query_weight_type : a.key_weight_type;
     auto value = [&](int at) {
-      return normed<T>(single(x[at]), scale, type, read_as(type, weight, at));
+      return normed(single(x[at]), scale, read_as(type, weight, at));
     };
     const int64_t position = units ? position_of(a.angles, token) : -1;
     const int64_t angle = position * a.angles.cache_stride;
@@ -194,10 +189,10 @@ __global__ void __launch_bounds__(256, 1)
         const int low = is_neox ? pair : 2 * pair, high = is_neox ? a.half + pair : 2 * pair + 1;
         float cosine = __uint_as_float(0x7fffffffu), sine = cosine;
         if (position >= 0) {
-          cosine = read_as(a.angles.cache_type, a.angles.cache, angle + pair);
-          sine = read_as(a.angles.cache_type, a.angles.cache, angle + a.half + pair);
+          cosine = rounded<T>(read_as(a.angles.cache_type, a.angles.cache, angle + pair));
+          sine = rounded<T>(read_as(a.angles.cache_type, a.angles.cache, angle + a.half + pair));
         }
-        const Pair p = turned<T>(value(low), value(high), cosine, sine);
+        const Pair p = turned(value(low), value(high), cosine, sine);
         write(x + low, p.low);
         write(x + high, p.high);
       }

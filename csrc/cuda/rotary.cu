@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// Rotary embedding of query and key heads, in place, in one launch. Rounded where PyTorch rounds:
-// the angles, each product and the sum.
+// Rotary embedding of query and key heads, in place, in one launch, computed in float32 and rounded
+// once; the angles are those that the heads' dtype holds.
 #include "turning.cuh"
 
 namespace vllm_fl {
@@ -45,9 +45,12 @@ __global__ void __launch_bounds__(512) rotary_of_vectors(const Rotary a) {
 #pragma unroll
   for (int k = 0; k < heads; k++) {
     if (first + k * blockDim.y < all) {
-      turn<T, is_neox>(x[k], y[k], cosines, sines);
-      store(place[k] + low, x[k]);
-      store(place[k] + high, y[k]);
+      float v[each], w[each];
+      unpack<T>(x[k], v);
+      unpack<T>(y[k], w);
+      turn<T, is_neox>(v, w, cosines, sines);
+      store(place[k] + low, packed<T>(v));
+      store(place[k] + high, packed<T>(w));
     }
   }
 }
@@ -81,10 +84,10 @@ __global__ void __launch_bounds__(256, 1)
           T* high = x + (a.is_neox ? a.half + i : 2 * i + 1);
           float cosine = __uint_as_float(0x7fffffffu), sine = cosine;
           if (position >= 0) {
-            cosine = read_as(a.angles.cache_type, a.angles.cache, angle + i);
-            sine = read_as(a.angles.cache_type, a.angles.cache, angle + a.half + i);
+            cosine = rounded<T>(read_as(a.angles.cache_type, a.angles.cache, angle + i));
+            sine = rounded<T>(read_as(a.angles.cache_type, a.angles.cache, angle + a.half + i));
           }
-          const Pair p = turned<T>(single(*low), single(*high), cosine, sine);
+          const Pair p = turned(single(*low), single(*high), cosine, sine);
           write(low, p.low);
           write(high, p.high);
         }

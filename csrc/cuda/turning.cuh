@@ -57,38 +57,29 @@ struct Pair {
   float low, high;
 };
 
-// One pair. As in PyTorch the angles, each product and the sum are rounded to T; the caller rounds
-// the sum. Explicit operations: a compiler may contract others.
-template <class T>
+// One pair, in float32; the caller rounds. Explicit operations: a compiler may contract others, and
+// not in each kernel alike.
 __device__ __forceinline__ Pair turned(float low, float high, float cosine, float sine) {
-  cosine = rounded<T>(cosine);
-  sine = rounded<T>(sine);
-  return {__fsub_rn(rounded<T>(__fmul_rn(low, cosine)), rounded<T>(__fmul_rn(high, sine))),
-          __fadd_rn(rounded<T>(__fmul_rn(high, cosine)), rounded<T>(__fmul_rn(low, sine)))};
+  return {__fsub_rn(__fmul_rn(low, cosine), __fmul_rn(high, sine)),
+          __fadd_rn(__fmul_rn(high, cosine), __fmul_rn(low, sine))};
 }
 
-// The two vectors of a unit.
+// The two vectors of a unit. The angles are those that T holds, as in the reference.
 template <class T, bool is_neox>
-__device__ __forceinline__ void turn(uint4& a, uint4& b, uint4 cosines, uint4 sines) {
+__device__ __forceinline__ void turn(float (&a)[kLanes<T>], float (&b)[kLanes<T>], uint4 cosines,
+                                     uint4 sines) {
   constexpr int each = kLanes<T>;
-  if constexpr (is_neox) {
-    const uint4 low = minus<T>(times<T>(a, cosines), times<T>(b, sines));
-    b = plus<T>(times<T>(b, cosines), times<T>(a, sines));
-    a = low;
-  } else {
-    float x[2 * each], cosine[each], sine[each];
-    unpack<T>(a, reinterpret_cast<float(&)[each]>(x[0]));
-    unpack<T>(b, reinterpret_cast<float(&)[each]>(x[each]));
-    unpack<T>(cosines, cosine);
-    unpack<T>(sines, sine);
+  float cosine[each], sine[each];
+  unpack<T>(cosines, cosine);
+  unpack<T>(sines, sine);
 #pragma unroll
-    for (int e = 0; e < each; e++) {
-      const Pair p = turned<T>(x[2 * e], x[2 * e + 1], cosine[e], sine[e]);
-      x[2 * e] = p.low;
-      x[2 * e + 1] = p.high;
-    }
-    a = packed<T>(reinterpret_cast<const float(&)[each]>(x[0]));
-    b = packed<T>(reinterpret_cast<const float(&)[each]>(x[each]));
+  for (int e = 0; e < each; e++) {
+    constexpr int pairs = each / 2;  // neighbours in a vector
+    float& low = is_neox ? a[e] : e < pairs ? a[2 * e] : b[2 * (e - pairs)];
+    float& high = is_neox ? b[e] : e < pairs ? a[2 * e + 1] : b[2 * (e - pairs) + 1];
+    const Pair p = turned(low, high, cosine[e], sine[e]);
+    low = p.low;
+    high = p.high;
   }
 }
 

@@ -135,7 +135,7 @@ def complaint(op: str, dtype: torch.dtype, args: tuple[Any, ...]) -> str | None:
     before = tuple(a.clone() if isinstance(a, torch.Tensor) else a for a in args)
     found = outputs_of(impl.fn(*args))
     errors = worst_errors(contract, found, before)
-    # These kernels round where the reference rounds, and where that costs more than the contract's
+    # A CPU's kernels round where the reference does, and where that costs more than the contract's
     # tolerance (an activation that is subnormal in float16), they may be as far off as it is.
     references = worst_errors(contract, contract.reference(*before), before)
     for i, error in enumerate(errors):

@@ -24,8 +24,8 @@ kernels: Any = NativeKernels(_device)
 class CudaFlBackend(Backend):
     """Kernels for NVIDIA's and AMD's GPUs.
 
-    They take rows wherever they lie, any size, and weights of another dtype, and they round where
-    PyTorch rounds. A row's result does not depend on the batch: its sum is taken by a number of
+    They take rows wherever they lie, any size, and weights of another dtype, compute in float32 and
+    round once. A row's result does not depend on the batch: its sum is taken by a number of
     threads that its size alone decides. Nothing waits or is allocated but the results, so that a
     graph can capture them. Each guard is a function of the extension, beside the kernel that it
     guards.
