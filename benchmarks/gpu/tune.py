@@ -58,9 +58,9 @@ def candidates(point: Point) -> list[Choices]:
     elif point.group == "silu_and_mul":
         found += product(gated_threads=(64, 128, 256, 512))
     elif point.group == "rotary_embedding":
-        found += product(rotary_threads=(32, 128, 256, 512), rotary_heads=(1, 2, 4))
+        found += product(rotary_threads=(32, 128, 256, 512))
     elif point.group == "fused_qk_norm_rope":
-        found += product(fused_threads=(64, 128, 256, 512), fused_heads=(1, 2, 4))
+        found += product(fused_threads=(64, 128, 256))
     elif point.group == "reshape_and_cache_flash":
         found += product(cache_threads=(32, 64, 128, 256))
     return found

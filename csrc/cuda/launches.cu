@@ -5,7 +5,7 @@
 namespace vllm_fl {
 
 #if defined(VLLM_FL_TUNE)
-int choices[kChoices] = {-1, -1, -1, -1, -1, -1, -1, -1, -1, -1};
+int choices[kChoices] = {-1, -1, -1, -1, -1, -1, -1, -1};
 #endif
 
 const char* error_text(gpuError error);

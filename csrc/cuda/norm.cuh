@@ -100,20 +100,19 @@ __device__ __forceinline__ float sum_of_own(const float (&sums)[count]) {
 enum Reach { kOneWarp, kOneBlock, kLongRow };  // a long one has more than 32 slots
 
 // So that a multiprocessor holds 2048 threads with one vector, 1536 with two, or 1024 with a
-// residual, and 896 with four: four blocks for 7168 elements of half precision, and 512 rows are
-// one wave.
-constexpr int kMostWithFour = 224;
+// residual; with four 1024 with a residual, else 896: in either case four blocks for 7168 elements
+// of half precision, and 512 rows are one wave.
+constexpr int most_with_four(bool adds) { return adds ? 256 : 224; }
 
-constexpr int most_threads(int vectors, Reach reach) {
+constexpr int most_threads(int vectors, Reach reach, bool adds) {
   if (reach == kOneWarp) return 256;
-  return reach == kLongRow ? 512 : vectors == 4 ? kMostWithFour : kMaxThreads / vectors;
+  return reach == kLongRow ? 512 : vectors == 4 ? most_with_four(adds) : kMaxThreads / vectors;
 }
-template <class T>
 constexpr int least_blocks(int vectors, Reach reach, Form form, bool adds) {
   if (form == kAny && vectors == 4) return 1;  // it has no registers to spare
   if (reach == kOneWarp) return vectors == 1 ? 8 : 3;
   if (reach == kLongRow) return 1;
-  if (vectors == 4) return adds && Same<T, Float16>::value ? 3 : 4;  // it converts in more steps
+  if (vectors == 4) return 4;
   return vectors == 2 && !adds ? 3 : 2;
 }
 
@@ -121,8 +120,8 @@ constexpr int least_blocks(int vectors, Reach reach, Form form, bool adds) {
 // the sum, although that takes registers: behind it, with four vectors, 2048 rows of 4096 took
 // 11.4 us instead of 9.7. With a residual there are none left, and it makes no difference.
 template <class T, bool adds, Form form, int vectors, Reach reach>
-__global__ void __launch_bounds__(most_threads(vectors, reach),
-                                  least_blocks<T>(vectors, reach, form, adds))
+__global__ void __launch_bounds__(most_threads(vectors, reach, adds),
+                                  least_blocks(vectors, reach, form, adds))
     norm_of_vectors(const Norm a) {
   constexpr int each = kLanes<T>;
   constexpr bool is_block = reach != kOneWarp;
@@ -166,6 +165,19 @@ __global__ void __launch_bounds__(most_threads(vectors, reach),
     }
   };
 
+  // The sum of x and the residual. With few vectors it is left behind the exchange, where there is
+  // time for it; with four, of which many rows are made, it would take registers until then.
+  auto leave_total = [&](int k) {
+    if constexpr (adds) {
+      const unsigned i = threadIdx.x + k * blockDim.x;
+      float v[each];
+      value(k, v);
+      const uint4 total = packed<T>(v);
+      T* to = row.element(static_cast<T*>(a.total), a.total_strides, i * each);
+      if (exists && i < count) store(to, total);
+    }
+  };
+
   float sums[vectors];
 #pragma unroll
   for (int k = 0; k < vectors; k++) {
@@ -179,24 +191,15 @@ __global__ void __launch_bounds__(most_threads(vectors, reach),
       squares.add(e, counts ? v[e] : 0.0f);
     }
     sums[k] = squares.sum();
+    if constexpr (vectors == 4) leave_total(k);
   }
+  auto leave_totals = [&] {
+#pragma unroll
+    for (int k = 0; k < vectors && vectors < 4; k++) leave_total(k);
+  };
   const int lanes = is_block ? kWarp : static_cast<int>(blockDim.x);
 #pragma unroll
   for (int k = 0; k < vectors; k++) sums[k] = sum_of_lanes(sums[k], lanes);
-  // The sums of x and the residual are left behind the exchange, where there is time for it.
-  auto leave_totals = [&] {
-    if constexpr (adds) {
-#pragma unroll
-      for (int k = 0; k < vectors; k++) {
-        const unsigned i = threadIdx.x + k * blockDim.x;
-        float v[each];
-        value(k, v);
-        const uint4 total = packed<T>(v);
-        T* to = row.element(static_cast<T*>(a.total), a.total_strides, i * each);
-        if (exists && i < count) store(to, total);
-      }
-    }
-  };
   float sum;
   if constexpr (is_block) {
     const unsigned used = (count + kWarp - 1) / kWarp, read = read_slots(used);
@@ -352,7 +355,7 @@ gpuError launch_vectors(const Norm& a, const NormShape& shape, gpuStream stream)
 
 template <class T, bool adds, Form form>
 gpuError launch_shape(const Norm& a, const NormShape& shape, gpuStream stream) {
-  if (shape.is_block && shape.vectors == 4 && shape.threads > kMostWithFour) {
+  if (shape.is_block && shape.vectors == 4 && shape.threads > most_with_four(adds)) {
     return launch_vectors<T, adds, form, 4, kLongRow>(a, shape, stream);
   }
   switch (shape.vectors * 2 + shape.is_block) {

@@ -49,44 +49,36 @@ __device__ __forceinline__ void norm_all(float (&v)[kLanes<T>], float scale, con
   for (int e = 0; e < kLanes<T>; e++) v[e] = normed(v[e], scale, w[e]);
 }
 
-// A lane has one unit of each head, and up to two vectors of the rest. A thread has `heads` heads
-// of a token, all of the query or all of the key, so that it reads weights and angles once for
-// them. lanes: of a head, where there is no rest, and weights and angles are of type T; or 0, and
-// all that is known at run time.
-template <class T, bool is_neox, int lanes, int heads>
-__global__ void __launch_bounds__(512, lanes != 0 && heads == 1 ? 2 : 1)
+// A lane has one unit of a head, and up to two vectors of the rest. lanes: of a head, where there is
+// no rest, and weights and angles are of type T; or 0, and all that is known at run time.
+template <class T, bool is_neox, int lanes>
+__global__ void __launch_bounds__(256, lanes != 0 ? 5 : 2)
     norm_rotary_of_vectors(const NormRotary a, const Cut cut) {
   constexpr int each = kLanes<T>;
   constexpr bool plain = lanes != 0;
   constexpr int kRest = plain ? 0 : 2;
   const uint32_t token = blockIdx.z * gridDim.y + blockIdx.y;
-  const int chunk = blockIdx.x * blockDim.y + threadIdx.y;
-  const int query_chunks = (a.query_heads + heads - 1) / heads;
-  const bool is_query = chunk < query_chunks;
-  const int first = is_query ? chunk * heads : a.query_heads + (chunk - query_chunks) * heads;
-  const int end = is_query ? a.query_heads : a.query_heads + a.key_heads;
-  const int count = token < static_cast<uint32_t>(a.tokens) ? end - first : 0;  // from here on
+  const int head = blockIdx.x * blockDim.y + threadIdx.y;
+  const bool is_query = head < a.query_heads;
+  const bool exists =
+      token < static_cast<uint32_t>(a.tokens) && head < a.query_heads + a.key_heads;
   const int unit = threadIdx.x;
   const int low = first_of<is_neox>(unit, each), high = second_of<is_neox>(unit, each, a.half);
-  const bool turning = count > 0 && unit < cut.units;
+  const bool turning = exists && unit < cut.units;
   // 32 bits number the elements.
   T* x = static_cast<T*>(a.qkv) + (token * static_cast<uint32_t>(a.token_stride) +
-                                   static_cast<uint32_t>(first * a.head_size));
+                                   static_cast<uint32_t>(head * a.head_size));
   const void* weight = is_query ? a.query_weight : a.key_weight;
   const int weight_type = is_query ? a.query_weight_type : a.key_weight_type;
   const bool own = plain || weight_type == TypeOf<T>::value;
   await_previous_grid();
 
   const uint4 nothing = make_uint4(0, 0, 0, 0);
-  uint4 v[heads], w[heads], v_weight = nothing, w_weight = nothing;
-  uint4 rest[heads][kRest + 1], rest_weight[kRest + 1];
-#pragma unroll
-  for (int h = 0; h < heads; h++) {
-    v[h] = w[h] = nothing;
-    if (turning && h < count) {
-      v[h] = load(x + h * a.head_size + low);
-      w[h] = load(x + h * a.head_size + high);
-    }
+  uint4 v = nothing, w = nothing, v_weight = nothing, w_weight = nothing;
+  uint4 rest[kRest + 1], rest_weight[kRest + 1];
+  if (turning) {
+    v = load(x + low);
+    w = load(x + high);
   }
   if (turning && own) {
     v_weight = load(static_cast<const T*>(weight) + low);
@@ -95,55 +87,48 @@ __global__ void __launch_bounds__(512, lanes != 0 && heads == 1 ? 2 : 1)
 #pragma unroll
   for (int k = 0; k < kRest; k++) {
     const int i = threadIdx.x + k * blockDim.x, at = 2 * a.half + i * each;
-    const bool here = count > 0 && i < cut.rest;
+    const bool here = exists && i < cut.rest;
     rest_weight[k] = here && own ? load(static_cast<const T*>(weight) + at) : nothing;
-#pragma unroll
-    for (int h = 0; h < heads; h++) {
-      rest[h][k] = here && h < count ? load(x + h * a.head_size + at) : nothing;
-    }
+    rest[k] = here ? load(x + at) : nothing;
   }
   loads_so_far();
   const int64_t position = turning ? position_of(a.angles, token) : -1;
   const Turns<T, plain> turns(a.angles, position, unit * each, a.half);
 
+  Squares squares;
+  float vs[each], ws[each];
+  unpack<T>(v, vs);
+  unpack<T>(w, ws);
 #pragma unroll
-  for (int h = 0; h < heads; h++) {
-    Squares squares;
-    float vs[each], ws[each];
-    unpack<T>(v[h], vs);
-    unpack<T>(w[h], ws);
+  for (int e = 0; e < each; e++) squares.add(e, vs[e]);
 #pragma unroll
-    for (int e = 0; e < each; e++) squares.add(e, vs[e]);
+  for (int e = 0; e < each; e++) squares.add(e, ws[e]);
 #pragma unroll
-    for (int e = 0; e < each; e++) squares.add(e, ws[e]);
+  for (int k = 0; k < kRest; k++) {
+    float rs[each];
+    unpack<T>(rest[k], rs);
 #pragma unroll
-    for (int k = 0; k < kRest; k++) {
+    for (int e = 0; e < each; e++) squares.add(e, rs[e]);
+  }
+  const float scale =
+      inverse_root(a, sum_of_lanes(squares.sum(), plain ? lanes : static_cast<int>(blockDim.x)));
+  if (turning) {
+    uint4 cosines, sines;
+    turns.look(a.angles, a.half, cosines, sines);
+    norm_all<T, plain>(vs, scale, weight, low, weight_type, v_weight);
+    norm_all<T, plain>(ws, scale, weight, high, weight_type, w_weight);
+    turn<T, is_neox>(vs, ws, cosines, sines);
+    store(x + low, packed<T>(vs));
+    store(x + high, packed<T>(ws));
+  }
+#pragma unroll
+  for (int k = 0; k < kRest; k++) {
+    const int i = threadIdx.x + k * blockDim.x, at = 2 * a.half + i * each;
+    if (exists && i < cut.rest) {
       float rs[each];
-      unpack<T>(rest[h][k], rs);
-#pragma unroll
-      for (int e = 0; e < each; e++) squares.add(e, rs[e]);
-    }
-    const float scale =
-        inverse_root(a, sum_of_lanes(squares.sum(), plain ? lanes : static_cast<int>(blockDim.x)));
-    T* head = x + h * a.head_size;
-    if (turning && h < count) {
-      uint4 cosines, sines;
-      turns.look(a.angles, a.half, cosines, sines);
-      norm_all<T, plain>(vs, scale, weight, low, weight_type, v_weight);
-      norm_all<T, plain>(ws, scale, weight, high, weight_type, w_weight);
-      turn<T, is_neox>(vs, ws, cosines, sines);
-      store(head + low, packed<T>(vs));
-      store(head + high, packed<T>(ws));
-    }
-#pragma unroll
-    for (int k = 0; k < kRest; k++) {
-      const int i = threadIdx.x + k * blockDim.x, at = 2 * a.half + i * each;
-      if (h < count && i < cut.rest) {
-        float rs[each];
-        unpack<T>(rest[h][k], rs);
-        norm_all<T, plain>(rs, scale, weight, at, weight_type, rest_weight[k]);
-        store(head + at, packed<T>(rs));
-      }
+      unpack<T>(rest[k], rs);
+      norm_all<T, plain>(rs, scale, weight, at, weight_type, rest_weight[k]);
+      store(x + at, packed<T>(rs));
     }
   }
 }
@@ -213,21 +198,10 @@ bool takes_vectors(const NormRotary& a, const Cut& cut, int lanes) {
 }
 
 template <class T, bool is_neox, int lanes>
-gpuError launch_lanes(const NormRotary& a, const Cut& cut, int heads, dim3 grid, dim3 block,
+gpuError launch_lanes(const NormRotary& a, const Cut& cut, dim3 grid, dim3 block,
                       gpuStream stream) {
-  const bool dependent = launches_depend();
-  if constexpr (lanes != 0) {
-    if (heads == 4) {
-      return launch(norm_rotary_of_vectors<T, is_neox, lanes, 4>, grid, block, stream, dependent,
-                    a, cut);
-    }
-    if (heads == 2) {
-      return launch(norm_rotary_of_vectors<T, is_neox, lanes, 2>, grid, block, stream, dependent,
-                    a, cut);
-    }
-  }
-  return launch(norm_rotary_of_vectors<T, is_neox, lanes, 1>, grid, block, stream, dependent, a,
-                cut);
+  return launch(norm_rotary_of_vectors<T, is_neox, lanes>, grid, block, stream, launches_depend(),
+                a, cut);
 }
 
 template <class T, bool is_neox>
@@ -239,11 +213,9 @@ gpuError launch_style(const NormRotary& a, gpuStream stream) {
                      a.query_weight_type == a.type && a.key_weight_type == a.type &&
                      a.angles.cache_type == a.type;
   const int64_t all = static_cast<int64_t>(a.query_heads) + a.key_heads;
-  const FusedLaunch how = fused_launch(cut.lanes, all, a.tokens, plain);
-  const int64_t chunks = divided_up(a.query_heads, how.heads) + divided_up(a.key_heads, how.heads);
-  const dim3 block(cut.lanes, how.rows);
+  const dim3 block(cut.lanes, fused_rows(cut.lanes, all, a.tokens));
   const int64_t high = a.tokens < most ? a.tokens : most, deep = divided_up(a.tokens, high);
-  const dim3 grid(static_cast<unsigned>(divided_up(chunks, block.y)), static_cast<unsigned>(high),
+  const dim3 grid(static_cast<unsigned>(divided_up(all, block.y)), static_cast<unsigned>(high),
                   static_cast<unsigned>(deep < most ? deep : most));
   if (!vectors) {
     return launch(norm_rotary_of_pairs<T, is_neox>, grid, block, stream, launches_depend(), a,
@@ -251,13 +223,13 @@ gpuError launch_style(const NormRotary& a, gpuStream stream) {
   }
   switch (plain ? cut.lanes : 0) {
     case 4:
-      return launch_lanes<T, is_neox, 4>(a, cut, how.heads, grid, block, stream);
+      return launch_lanes<T, is_neox, 4>(a, cut, grid, block, stream);
     case 8:
-      return launch_lanes<T, is_neox, 8>(a, cut, how.heads, grid, block, stream);
+      return launch_lanes<T, is_neox, 8>(a, cut, grid, block, stream);
     case 16:
-      return launch_lanes<T, is_neox, 16>(a, cut, how.heads, grid, block, stream);
+      return launch_lanes<T, is_neox, 16>(a, cut, grid, block, stream);
     default:
-      return launch_lanes<T, is_neox, 0>(a, cut, 1, grid, block, stream);
+      return launch_lanes<T, is_neox, 0>(a, cut, grid, block, stream);
   }
 }
 

@@ -7,52 +7,42 @@ namespace vllm_fl {
 namespace {
 
 // Tokens over the grid's y and z, heads over its x and over the block's y, the units of a head
-// over the block's x. A thread turns `heads` heads by the same angles.
-template <class T, bool own_type, bool is_neox, int heads>
+// over the block's x. A thread turns one unit.
+template <class T, bool own_type, bool is_neox>
 __global__ void __launch_bounds__(512) rotary_of_vectors(const Rotary a) {
   constexpr int each = kLanes<T>;
   const uint32_t token = blockIdx.z * gridDim.y + blockIdx.y;
   if (token >= static_cast<uint32_t>(a.tokens)) return;
   const uint32_t queries = static_cast<uint32_t>(a.turned[0].heads);
   const uint32_t all = queries + static_cast<uint32_t>(a.turned[1].heads);
-  const uint32_t first = blockIdx.x * blockDim.y * heads + threadIdx.y;
-  // 32 bits number the elements, and where a token begins is the same for all threads.
-  const uint32_t query_token = token * static_cast<uint32_t>(a.turned[0].token_stride);
-  const uint32_t key_token = token * static_cast<uint32_t>(a.turned[1].token_stride);
+  const uint32_t head = blockIdx.x * blockDim.y + threadIdx.y;
+  const bool is_query = head < queries, exists = head < all;
+  // 32 bits number the elements.
+  const uint32_t place =
+      is_query ? token * static_cast<uint32_t>(a.turned[0].token_stride) +
+                     head * static_cast<uint32_t>(a.turned[0].head_stride)
+               : token * static_cast<uint32_t>(a.turned[1].token_stride) +
+                     (head - queries) * static_cast<uint32_t>(a.turned[1].head_stride);
+  T* at = static_cast<T*>(is_query ? a.turned[0].data : a.turned[1].data) + place;
   const int unit = threadIdx.x;
   const int low = first_of<is_neox>(unit, each), high = second_of<is_neox>(unit, each, a.half);
   await_previous_grid();
-  uint4 x[heads], y[heads];
-  T* place[heads];
-#pragma unroll
-  for (int k = 0; k < heads; k++) {
-    const uint32_t head = first + k * blockDim.y;
-    const bool is_query = head < queries;
-    const uint32_t head_stride =
-        static_cast<uint32_t>(is_query ? a.turned[0].head_stride : a.turned[1].head_stride);
-    place[k] = static_cast<T*>(is_query ? a.turned[0].data : a.turned[1].data) +
-               ((is_query ? query_token : key_token) +
-                (is_query ? head : head - queries) * head_stride);
-    if (head < all) {
-      x[k] = load(place[k] + low);
-      y[k] = load(place[k] + high);
-    }
+  uint4 x, y;
+  if (exists) {
+    x = load(at + low);
+    y = load(at + high);
   }
   loads_so_far();
   const Turns<T, own_type> turns(a.angles, position_of(a.angles, token), unit * each, a.half);
+  if (!exists) return;
   uint4 cosines, sines;
   turns.look(a.angles, a.half, cosines, sines);
-#pragma unroll
-  for (int k = 0; k < heads; k++) {
-    if (first + k * blockDim.y < all) {
-      float v[each], w[each];
-      unpack<T>(x[k], v);
-      unpack<T>(y[k], w);
-      turn<T, is_neox>(v, w, cosines, sines);
-      store(place[k] + low, packed<T>(v));
-      store(place[k] + high, packed<T>(w));
-    }
-  }
+  float v[each], w[each];
+  unpack<T>(x, v);
+  unpack<T>(y, w);
+  turn<T, is_neox>(v, w, cosines, sines);
+  store(at + low, packed<T>(v));
+  store(at + high, packed<T>(w));
 }
 
 // Pair by pair, at any address. A block turns a token's heads.
@@ -115,21 +105,14 @@ template <class T, bool own_type, bool is_neox>
 gpuError launch_vectors(const Rotary& a, gpuStream stream) {
   constexpr int64_t most = 65535;
   const int64_t heads = a.turned[0].heads + a.turned[1].heads;
-  const RotaryLaunch how = rotary_launch(a.half / kLanes<T>, heads, a.tokens);
-  const int64_t chunks = divided_up(heads, static_cast<int64_t>(how.rows) * how.heads);
+  const RotaryLaunch how = rotary_launch(a.half / kLanes<T>, heads);
+  const int64_t chunks = divided_up(heads, how.rows);
   const int64_t high = a.tokens < most ? a.tokens : most;
   const dim3 grid(static_cast<unsigned>(chunks), static_cast<unsigned>(high),
                   static_cast<unsigned>(divided_up(a.tokens, high)));
   const dim3 block(how.columns, how.rows);
-  const bool dependent = launches_depend();
-  switch (how.heads) {
-    case 1:
-      return launch(rotary_of_vectors<T, own_type, is_neox, 1>, grid, block, stream, dependent, a);
-    case 2:
-      return launch(rotary_of_vectors<T, own_type, is_neox, 2>, grid, block, stream, dependent, a);
-    default:
-      return launch(rotary_of_vectors<T, own_type, is_neox, 4>, grid, block, stream, dependent, a);
-  }
+  return launch(rotary_of_vectors<T, own_type, is_neox>, grid, block, stream, launches_depend(),
+                a);
 }
 
 template <class T>

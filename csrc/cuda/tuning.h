@@ -16,9 +16,7 @@ enum Choice {
   kNormWarpRows,   // rows per block where a row has a warp or less
   kGatedThreads,   // of a block
   kRotaryThreads,  // of a block
-  kRotaryHeads,    // per thread: 1, 2, 4
   kFusedThreads,   // of a block, for norm and rotary in one
-  kFusedHeads,     // per thread: 1, 2, 4
   kCacheThreads,   // of a block
   kDependent,      // 1: programmatic dependent launch
   kChoices
@@ -26,8 +24,8 @@ enum Choice {
 
 #if defined(VLLM_FL_TUNE)
 constexpr const char* choice_names[kChoices] = {
-    "norm_vectors",  "norm_warp",   "norm_warp_rows", "gated_threads", "rotary_threads",
-    "rotary_heads",  "fused_threads", "fused_heads",  "cache_threads", "dependent"};
+    "norm_vectors",   "norm_warp",     "norm_warp_rows", "gated_threads",
+    "rotary_threads", "fused_threads", "cache_threads",  "dependent"};
 extern int choices[kChoices];
 inline int chosen(Choice choice, int otherwise) {
   return choices[choice] < 0 ? otherwise : choices[choice];
@@ -112,42 +110,25 @@ inline GatedLaunch gated_launch(int64_t vectors, int64_t rows) {
 // ------------------------------------------------------------------------------------- rotary
 
 struct RotaryLaunch {
-  int heads;          // of each thread
   int columns, rows;  // the block's threads: units of a head, heads
 };
 
-inline RotaryLaunch rotary_launch(int units, int64_t heads, int64_t tokens) {
+inline RotaryLaunch rotary_launch(int units, int64_t heads) {
   RotaryLaunch launch{};
-  const int64_t all = units * heads * tokens;
-  // In a large batch a block has all heads of a token: blocks start at 0.8 a nanosecond.
-  const int threads = chosen(kRotaryThreads, all >= kFull ? 512 : all >= kBusy ? 256 : 128);
-  launch.heads = chosen(kRotaryHeads, 1);
+  const int threads = chosen(kRotaryThreads, 128);
   launch.columns = units;
-  const int64_t each = divided_up(heads, launch.heads);
   const int most = units < threads ? threads / units : 1;
-  const int64_t chunks = divided_up(each, most);
-  launch.rows = static_cast<int>(divided_up(each, chunks));
+  launch.rows = static_cast<int>(divided_up(heads, divided_up(heads, most)));
   return launch;
 }
 
-// Norm and rotary in one.
-struct FusedLaunch {
-  int heads;  // of each thread
-  int rows;   // of the block's threads, each of `lanes` for its heads
-};
-
-// plain: the kernel that is made for several heads and large blocks takes the arguments.
-inline FusedLaunch fused_launch(int lanes, int64_t heads, int64_t tokens, bool plain) {
-  const int64_t all = lanes * heads * tokens;
-  FusedLaunch launch{};
-  launch.heads = plain ? chosen(kFusedHeads, all >= 4 * kFull ? 2 : 1) : 1;
-  const int threads = plain ? chosen(kFusedThreads, all >= kFull ? 512 : 64) : 64;
+// Norm and rotary in one: heads of a block, each of which has `lanes` threads.
+inline int fused_rows(int lanes, int64_t heads, int64_t tokens) {
+  const int threads = chosen(kFusedThreads, lanes * heads * tokens >= 2 * kFull ? 256 : 128);
   const int least = kWarp / lanes;  // a block has whole warps
   const int most = threads / lanes < least ? least : threads / lanes;
-  const int64_t each = divided_up(heads, launch.heads);
-  launch.rows = static_cast<int>(divided_up(each, divided_up(each, most)));
-  launch.rows = static_cast<int>(divided_up(launch.rows, least)) * least;
-  return launch;
+  const int rows = static_cast<int>(divided_up(heads, divided_up(heads, most)));
+  return static_cast<int>(divided_up(rows, least)) * least;
 }
 
 // -------------------------------------------------------------------------------------- cache

@@ -33,8 +33,8 @@ CHOICES: dict[str, dict[str, tuple[int, ...]]] = {
     "fused_add_rms_norm": {"norm_vectors": (1, 2, 4), "norm_warp": (0, 1)},
     "gemma_rms_norm": {"norm_vectors": (1, 2, 4), "norm_warp": (0, 1)},
     "silu_and_mul": {"gated_threads": (64, 512)},
-    "rotary_embedding": {"rotary_threads": (32, 512), "rotary_heads": (1, 2, 4)},
-    "fused_qk_norm_rope": {"fused_threads": (32, 512), "fused_heads": (1, 2, 4)},
+    "rotary_embedding": {"rotary_threads": (32, 512)},
+    "fused_qk_norm_rope": {"fused_threads": (32, 256)},
 }
 """What a launch may choose: no bit of a result may depend on it."""
 
