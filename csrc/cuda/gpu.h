@@ -275,6 +275,13 @@ __device__ __forceinline__ void loads_so_far() {
 #endif
 }
 
+// What was made of this number above is made anew below, and takes no register between.
+__device__ __forceinline__ void forget([[maybe_unused]] uint32_t& n) {
+#if !VLLM_FL_HIP
+  asm volatile("" : "+r"(n));
+#endif
+}
+
 // ------------------------------------------------------------------------ launches in a chain
 
 // With programmatic dependent launch a grid may be started while the one before it still runs;

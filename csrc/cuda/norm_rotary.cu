@@ -52,7 +52,7 @@ __device__ __forceinline__ void norm_all(float (&v)[kLanes<T>], float scale, con
 // A lane has one unit of a head, and up to two vectors of the rest. lanes: of a head, where there is
 // no rest, and weights and angles are of type T; or 0, and all that is known at run time.
 template <class T, bool is_neox, int lanes>
-__global__ void __launch_bounds__(256, lanes != 0 ? 5 : 2)
+__global__ void __launch_bounds__(256, lanes != 0 ? 6 : 2)
     norm_rotary_of_vectors(const NormRotary a, const Cut cut) {
   constexpr int each = kLanes<T>;
   constexpr bool plain = lanes != 0;
@@ -66,8 +66,9 @@ __global__ void __launch_bounds__(256, lanes != 0 ? 5 : 2)
   const int low = first_of<is_neox>(unit, each), high = second_of<is_neox>(unit, each, a.half);
   const bool turning = exists && unit < cut.units;
   // 32 bits number the elements.
-  T* x = static_cast<T*>(a.qkv) + (token * static_cast<uint32_t>(a.token_stride) +
-                                   static_cast<uint32_t>(head * a.head_size));
+  T* const all = static_cast<T*>(a.qkv);
+  uint32_t place = token * static_cast<uint32_t>(a.token_stride) +
+                   static_cast<uint32_t>(head * a.head_size);
   const void* weight = is_query ? a.query_weight : a.key_weight;
   const int weight_type = is_query ? a.query_weight_type : a.key_weight_type;
   const bool own = plain || weight_type == TypeOf<T>::value;
@@ -77,8 +78,8 @@ __global__ void __launch_bounds__(256, lanes != 0 ? 5 : 2)
   uint4 v = nothing, w = nothing, v_weight = nothing, w_weight = nothing;
   uint4 rest[kRest + 1], rest_weight[kRest + 1];
   if (turning) {
-    v = load(x + low);
-    w = load(x + high);
+    v = load(all + (place + low));
+    w = load(all + (place + high));
   }
   if (turning && own) {
     v_weight = load(static_cast<const T*>(weight) + low);
@@ -89,7 +90,7 @@ __global__ void __launch_bounds__(256, lanes != 0 ? 5 : 2)
     const int i = threadIdx.x + k * blockDim.x, at = 2 * a.half + i * each;
     const bool here = exists && i < cut.rest;
     rest_weight[k] = here && own ? load(static_cast<const T*>(weight) + at) : nothing;
-    rest[k] = here ? load(x + at) : nothing;
+    rest[k] = here ? load(all + (place + at)) : nothing;
   }
   loads_so_far();
   const int64_t position = turning ? position_of(a.angles, token) : -1;
@@ -112,14 +113,15 @@ __global__ void __launch_bounds__(256, lanes != 0 ? 5 : 2)
   }
   const float scale =
       inverse_root(a, sum_of_lanes(squares.sum(), plain ? lanes : static_cast<int>(blockDim.x)));
+  forget(place);
   if (turning) {
     uint4 cosines, sines;
     turns.look(a.angles, a.half, cosines, sines);
     norm_all<T, plain>(vs, scale, weight, low, weight_type, v_weight);
     norm_all<T, plain>(ws, scale, weight, high, weight_type, w_weight);
     turn<T, is_neox>(vs, ws, cosines, sines);
-    store(x + low, packed<T>(vs));
-    store(x + high, packed<T>(ws));
+    store(all + (place + low), packed<T>(vs));
+    store(all + (place + high), packed<T>(ws));
   }
 #pragma unroll
   for (int k = 0; k < kRest; k++) {
@@ -128,7 +130,7 @@ __global__ void __launch_bounds__(256, lanes != 0 ? 5 : 2)
       float rs[each];
       unpack<T>(rest[k], rs);
       norm_all<T, plain>(rs, scale, weight, at, weight_type, rest_weight[k]);
-      store(x + at, packed<T>(rs));
+      store(all + (place + at), packed<T>(rs));
     }
   }
 }

@@ -124,7 +124,7 @@ inline RotaryLaunch rotary_launch(int units, int64_t heads) {
 
 // Norm and rotary in one: heads of a block, each of which has `lanes` threads.
 inline int fused_rows(int lanes, int64_t heads, int64_t tokens) {
-  const int threads = chosen(kFusedThreads, lanes * heads * tokens >= 2 * kFull ? 256 : 128);
+  const int threads = chosen(kFusedThreads, lanes * heads * tokens >= kFull ? 256 : 128);
   const int least = kWarp / lanes;  // a block has whole warps
   const int most = threads / lanes < least ? least : threads / lanes;
   const int rows = static_cast<int>(divided_up(heads, divided_up(heads, most)));
