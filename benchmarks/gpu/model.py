@@ -147,7 +147,7 @@ def engine(arguments: argparse.Namespace, mode: str) -> Any:
         max_model_len=4096,
         max_num_seqs=64,
         gpu_memory_utilization=arguments.memory,
-        kv_cache_memory_bytes=4 << 30,
+        kv_cache_memory_bytes=2 << 30,
         disable_log_stats=True,
         dtype=arguments.dtype,
         **options,

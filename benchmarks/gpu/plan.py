@@ -16,7 +16,7 @@ ATTENTION = "TRITON_ATTN"
 SHAPES = ("q06", "q4")
 MODES = ("eager", "decode-graph", "graph")
 IMPLEMENTATIONS = ("vendor.cuda.fl", "vendor.cuda", "default.flaggems", "reference.torch")
-PAGES = "reshape_and_cache_flash@eager=impl:vendor.cuda.fl|native"
+PAGES = "reshape_and_cache_flash@eager=native"
 SEPARATE = "fused_qk_norm_rope@eager=native"
 DENSE = ("rms_norm", "fused_add_rms_norm", "silu_and_mul", "rotary_embedding")
 """What a dense model of the shapes here calls."""
@@ -79,7 +79,7 @@ class Job:
         env: variables beside those of every job.
         gems: False: in the site without FlagGems.
         seconds: that it may take.
-        group: neighbours of one group run at the same time; a job without one runs alone.
+        group: those of one group run at the same time; a job without one runs alone.
         whole: all of its group run at once, because they wait for each other.
         shape, mode: of the model.
     """

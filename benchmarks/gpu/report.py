@@ -22,7 +22,7 @@ WHO = {
     "stock": "stock vLLM",
     "plugin": "plugin, shipped policy",
     "plugin-nogems": "plugin, shipped policy, no FlagGems",
-    "pages": "plugin, shipped policy, cache writes by our kernel",
+    "pages": "plugin, shipped policy, cache writes left to vLLM",
     "unfused": "plugin, shipped policy, q/k norm and rope apart",
     "vllm": "plugin, vLLM's kernels",
     "flagos": "plugin, VLLM_FL_PREFER=flagos",

@@ -154,15 +154,11 @@ class Pool:
 
 
 def batches_of(jobs: list[Job]) -> Iterator[list[Job]]:
-    """Neighbours that run at the same time."""
-    batch: list[Job] = []
+    """Those of one group together, where the first of them stands; a job without a group alone."""
+    batches: dict[str, list[Job]] = {}
     for job in jobs:
-        if batch and not (job.group and job.group == batch[-1].group):
-            yield batch
-            batch = []
-        batch.append(job)
-    if batch:
-        yield batch
+        batches.setdefault(job.group or f"alone: {job.name}", []).append(job)
+    yield from batches.values()
 
 
 def finished(job: Job) -> bool:

@@ -183,6 +183,15 @@ def test_processes_that_take_turns_are_all_run_where_one_is_missing(make_site, t
     assert [len(batch) for batch in load("run").batches_of(found)] == [3]
 
 
+def test_jobs_of_one_group_run_together_wherever_they_stand(tmp_path):
+    jobs = [
+        job_of(tmp_path, name, WRITE, group=group)
+        for name, group in (("a", "x"), ("b", ""), ("c", "y"), ("d", "x"), ("e", ""), ("f", "y"))
+    ]
+    batches = ["".join(job.name for job in batch) for batch in load("run").batches_of(jobs)]
+    assert batches == ["ad", "b", "cf", "e"]
+
+
 # ------------------------------------------------------------------------------------------- turns
 
 
