@@ -241,10 +241,22 @@ def _freezing(
             bind_modules(model, compiled=compiled)
         bind(FUNCTIONS, compiled=compiled)
         get_default_manager().freeze()
+        _make_room(worker, compiled)
         log_summary()
         return result
 
     return load_and_freeze
+
+
+def _make_room(worker: Any, compiled: bool) -> None:
+    """Give a worker's steps room on Python's stack, where a graph calls our operators."""
+    from .layers import serve
+    from .stack import is_roomy, roomy
+
+    execute = getattr(worker, "execute_model", None)
+    opaque = any(served.entry is not None for record in serve.records for served in record.ops)
+    if compiled and opaque and execute is not None and not is_roomy(execute):
+        worker.execute_model = roomy(execute)
 
 
 def _model_of(worker: Any) -> Any:
