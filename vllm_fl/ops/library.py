@@ -141,19 +141,28 @@ def _overlap(tensors: list[torch.Tensor]) -> bool:
     for i, a in enumerate(tensors):
         for b in tensors[:i]:
             apart = a.data_ptr() - b.data_ptr()
-            dense = a.is_contiguous() and b.is_contiguous()
-            if apart == 0 or (dense and -a.nbytes < apart < b.nbytes):
+            if apart == 0:
+                return True
+            near = -a.nbytes < apart < b.nbytes
+            if near and a.is_contiguous() and b.is_contiguous():
                 return True
     return False
 
 
 def _functional(contract: OpContract) -> Callable[..., Any]:
+    strided = contract.strided
+
     def body(*args: Any, binding: str = "", **kwargs: Any) -> Any:
         result = _run(contract, binding, args, kwargs)
+        if strided or not _is_new(result, args) or kwargs:
+            return promised(result, args, kwargs)
+        return result
+
+    def promised(result: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         given = _storages((*args, *kwargs.values()))
         outputs = result if isinstance(result, tuple) else (result,)
         promised: tuple[Any, ...] = (None,) * len(outputs)
-        if contract.strided:
+        if strided:
             fake = contract.fake(*args, **kwargs)
             promised = fake if isinstance(fake, tuple) else (fake,)
 
@@ -173,17 +182,31 @@ def _functional(contract: OpContract) -> Callable[..., Any]:
     return body
 
 
+def _is_new(result: Any, args: tuple[Any, ...]) -> bool:
+    """Whether a result is what a graph wants, as most are: one contiguous tensor with elements, in
+    memory that no argument has."""
+    if type(result) is not torch.Tensor or not result.is_contiguous() or not result.numel():
+        return False
+    address = result.untyped_storage().data_ptr()
+    for arg in args:
+        if isinstance(arg, torch.Tensor) and arg.untyped_storage().data_ptr() == address:
+            return False
+    return True
+
+
 def _inplace(contract: OpContract) -> Callable[..., Any]:
     names = contract.signature.parameter_names
     written = contract.signature.inplace
     positions = tuple(names.index(name) for name in written)
+    last = max(positions)
 
     def body(*args: Any, binding: str = "", **kwargs: Any) -> None:
-        targets = [
-            args[i] if i < len(args) else kwargs.get(name)
-            for i, name in zip(positions, written, strict=True)
-        ]
-        if _overlap([t for t in targets if t is not None and t.numel()]):
+        if kwargs or len(args) <= last:
+            given = {**dict(zip(names, args, strict=False)), **kwargs}
+            targets = [given.get(name) for name in written]
+        else:
+            targets = [args[i] for i in positions]
+        if len(targets) > 1 and _overlap([t for t in targets if t is not None and t.numel()]):
             raise DispatchError(
                 f"torch.ops.{NAMESPACE}.{contract.name}_: {' and '.join(written)} share memory, "
                 f"which cannot hold both results. Call {contract.name} instead."
