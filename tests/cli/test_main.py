@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 import argparse
+import io
 import re
 import subprocess
 import sys
@@ -49,6 +50,46 @@ def test_an_expected_error_is_one_line_on_stderr_and_exit_code_1(command, error,
     command(run)
     assert main(["try"]) == 1
     assert capsys.readouterr() == ("", f"vllm-fl try: {error}\n")
+
+
+@pytest.mark.parametrize(
+    ("error", "said"),
+    [
+        (
+            NotADirectoryError(20, "Not a directory", "afile/acme"),
+            "cannot use afile/acme: Not a directory; name another one, or mend it",
+        ),
+        (
+            OSError(18, "Invalid cross-device link", b"a", None, b"\xff"),
+            "cannot use a or \\udcff: Invalid cross-device link; name another one, or mend it",
+        ),
+        (
+            OSError(36, "File name too long", "x" * 300),
+            f"cannot use {'x' * 90}...{'x' * 90}: File name too long; name another one, or mend it",
+        ),
+        (
+            OSError(28, "No space left on device"),
+            "cannot go on: No space left on device; the answer is not complete",
+        ),
+        (
+            UnicodeEncodeError("utf-8", "\udcff", 0, 1, "surrogates not allowed"),
+            "a text cannot be written or read: 'utf-8' codec can't encode character '\\udcff' in "
+            "position 0: surrogates not allowed; give a name or file in UTF-8",
+        ),
+    ],
+)
+def test_what_the_system_refuses_is_one_sentence_and_exit_code_2(
+    command, error, said: str, monkeypatch
+) -> None:
+    def run(arguments) -> int:
+        raise error
+
+    command(run)
+    buffer = io.BytesIO()
+    stderr = io.TextIOWrapper(buffer, encoding="utf-8", errors="backslashreplace")  # Python's own
+    monkeypatch.setattr(sys, "stderr", stderr)
+    assert main(["try"]) == 2
+    assert buffer.getvalue().decode() == f"vllm-fl try: {said}\n"
 
 
 def test_an_unexpected_error_shows_where_it_came_from(command) -> None:

@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 import io
+import json
 import os
 import subprocess
 import sys
@@ -133,3 +134,32 @@ def test_a_reader_who_has_had_enough_ends_it_without_a_word(quick) -> None:
         os.close(writable)
     assert done.returncode == 1
     assert [line for line in done.stderr.splitlines() if "ERROR" not in line] == []
+
+
+@pytest.mark.skipif(not os.path.exists("/dev/full"), reason="there is no /dev/full")
+@pytest.mark.parametrize("argument", ["config", "--help"])
+@pytest.mark.parametrize("unbuffered", ["", "1"])
+def test_a_full_disk_is_one_sentence(quick, argument: str, unbuffered: str) -> None:
+    with open("/dev/full", "w") as full:
+        env = {"PYTHONUNBUFFERED": unbuffered}
+        done = run(argument, stdout=full, stderr=subprocess.PIPE, env=env, **quick)
+    if (argument, unbuffered) == ("--help", "1"):  # argparse itself passes over it
+        assert (done.returncode, done.stderr) == (0, "")
+        return
+    who = "vllm-fl" if argument == "--help" else f"vllm-fl {argument}"
+    said = f"{who}: cannot go on: No space left on device; the answer is not complete"
+    assert done.returncode == 2
+    assert [line for line in done.stderr.splitlines() if "ERROR" not in line] == [said]
+
+
+def test_a_name_that_is_no_utf8_is_printed_and_read_back(quick, tmp_path) -> None:
+    file = os.fsencode(tmp_path) + b"/\xff.yaml"
+    with open(file, "w") as opened:
+        opened.write("strict: true\n")
+    env = {"VLLM_FL_CONFIG": os.fsdecode(file)}
+    done = run("config", "--json", env=env, **quick)
+    assert done.returncode == 0, done.stderr
+    assert os.fsencode(json.loads(done.stdout)["config"]["value"]) == file
+    done = run("config", env=env, **quick)
+    assert done.returncode == 0, done.stderr
+    assert "\\udcff.yaml" in done.stdout

@@ -16,20 +16,30 @@ import signal
 import subprocess
 import sys
 import tempfile
+import threading
 import time
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any
 
 from .errors import CommandError, UsageError
 
-__all__ = ["Reply", "ask", "survey"]
+__all__ = ["Reply", "ask", "questions", "survey"]
 
 TIMEOUT_S = 180
 """Importing vLLM takes 6 s here; on a machine with a cold disk, many times that."""
 
 LOG_LINES = 20
 CRASHES_TOLD = 8
+
+_stopping = threading.Event()
+"""Set while the questions of other threads are to end without an answer."""
+
+
+class _Stopped(BaseException):
+    """Nobody waits for the answer any more."""
+
 
 _BOOT = (
     "import json, sys; given = json.loads(sys.argv[1]); sys.path[:] = given['path']; "
@@ -56,6 +66,22 @@ class Reply:
     doing: tuple[str, ...] | None
     log: tuple[str, ...]
     seconds: float
+
+
+@contextlib.contextmanager
+def questions(at_once: int) -> Iterator[ThreadPoolExecutor]:
+    """Threads that ask. Where the block is left by an exception, Ctrl-C among them, they stop
+    asking and end their children: a pool by itself would wait for every answer."""
+    try:
+        with ThreadPoolExecutor(max_workers=at_once) as pool:
+            try:
+                yield pool
+            except BaseException:
+                _stopping.set()
+                pool.shutdown(wait=False, cancel_futures=True)
+                raise
+    finally:
+        _stopping.clear()
 
 
 def ask(
@@ -114,6 +140,8 @@ def _messages(
     """
     text = b""
     while True:
+        if _stopping.is_set():
+            raise _Stopped
         ended = process.poll() is not None
         while select.select([pipe], [], [], 0 if ended else 0.1)[0]:
             piece = pipe.read(65536)

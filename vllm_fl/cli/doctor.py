@@ -10,10 +10,9 @@ from __future__ import annotations
 
 import argparse
 from collections.abc import Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from typing import Any, TextIO
 
-from .child import Reply, ask, survey
+from .child import Reply, ask, questions, survey
 from .diagnosis import diagnose
 from .errors import CommandError
 from .kernels import native_kernels
@@ -49,7 +48,7 @@ def examine() -> dict[str, Any]:
     """Look at everything and return it with the findings; see `diagnose`."""
     versions = installed_versions()
     installed = {entry["package"] for entry in versions if entry["version"]}
-    with ThreadPoolExecutor(max_workers=2) as pool:
+    with questions(at_once=2) as pool:
         imports = {name: pool.submit(_import, name) for name in IMPORTED}
         found = pool.submit(_registry)
         hooks = pool.submit(ask, "hooks", {}, quiet=True) if "vllm" in installed else None

@@ -44,17 +44,20 @@ def answer_stream() -> Iterator[TextIO]:
 
     Raises:
         BrokenPipeError: nobody reads the answer any more.
+        OSError: it cannot be written, e.g. because the disk is full.
     """
     sys.stdout.flush()
     kept = os.dup(1)
     os.dup2(2, 1)
     try:
-        stream = os.fdopen(os.dup(kept), "w", encoding="utf-8")
+        # A file's name may hold bytes that are no UTF-8, which Python keeps as \udc80 to \udcff.
+        # They are written in these very letters: in JSON, that is what stands for them.
+        stream = os.fdopen(os.dup(kept), "w", encoding="utf-8", errors="backslashreplace")
         try:
             yield stream
             stream.flush()
         finally:
-            with contextlib.suppress(BrokenPipeError):
+            with contextlib.suppress(OSError):  # flush() told it
                 stream.close()
     finally:
         sys.stdout.flush()

@@ -8,7 +8,10 @@ import importlib
 import json
 import logging
 import os
+import select
+import signal
 import sys
+import threading
 import traceback
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import asdict, dataclass, replace
@@ -51,6 +54,7 @@ def reply(given: dict[str, Any]) -> None:
     """Answer the parent's question through the pipe, and end."""
     pipe = given["pipe"]
     os.set_inheritable(pipe, False)
+    threading.Thread(target=_end_with_parent, args=(pipe,), daemon=True).start()
 
     def send(message: dict[str, Any]) -> None:
         data = json.dumps(message, default=str).encode() + b"\n"
@@ -76,6 +80,17 @@ def reply(given: dict[str, Any]) -> None:
     for stream in (sys.stdout, sys.stderr):
         stream.flush()
     os._exit(code)  # what runs at exit may crash, too
+
+
+def _end_with_parent(pipe: int) -> None:
+    """End this process, and what it started, when nobody holds the pipe's other end any more: the
+    parent may be killed without a chance to do it."""
+    waiting = select.poll()
+    waiting.register(pipe, 0)  # an error, which is told anyway, is that end's having been closed
+    waiting.poll()
+    if os.getpgrp() == os.getpid():
+        os.killpg(0, signal.SIGKILL)
+    os._exit(1)
 
 
 def _log_to_stderr() -> None:

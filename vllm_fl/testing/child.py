@@ -308,6 +308,7 @@ def _settle() -> None:
     """Die without a dump, leave Ctrl-C to the parent, and keep warnings out of the way."""
     faulthandler.disable()
     signal.signal(signal.SIGINT, signal.SIG_IGN)
+    signal.signal(signal.SIGTERM, signal.SIG_DFL)  # a parent's handler is no business of a fork
     warnings.simplefilter("ignore")
     with contextlib.suppress(ImportError):  # not on Windows
         import resource
