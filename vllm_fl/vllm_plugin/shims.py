@@ -6,8 +6,8 @@ Four things, each put in place only where the real one is absent, each listed wi
 - views of pinned host memory on the device (the second model runner's buffers);
 - `_C::weak_ref_tensor` (the piecewise graphs);
 - Triton's experts for layers of experts (`platform_experts`);
-- schemas of `_C` operators that vLLM's passes name when they are imported. They get no kernel:
-  a call still fails, as it should.
+- schemas of `_C` operators that vLLM's passes name when they are imported, or when they meet an
+  operator that writes into its arguments. They get no kernel: a call still fails, as it should.
 """
 
 from __future__ import annotations
@@ -30,6 +30,11 @@ _SCHEMAS = (
     "rotary_embedding(Tensor positions, Tensor! query, Tensor!? key, int head_size, "
     "Tensor cos_sin_cache, bool is_neox, int rope_dim_offset=0, bool inverse=False) -> ()",
     "silu_and_mul(Tensor! result, Tensor input) -> ()",
+    "silu_and_mul_quant(Tensor! result, Tensor input, Tensor scale) -> ()",
+    "rms_norm(Tensor! result, Tensor input, Tensor? weight, float epsilon) -> ()",
+    "fused_qk_norm_rope(Tensor! qkv, int num_heads_q, int num_heads_k, int num_heads_v, "
+    "int head_dim, float eps, Tensor q_weight, Tensor k_weight, Tensor cos_sin_cache, "
+    "bool is_neox, Tensor position_ids, int forced_token_heads_per_warp=-1) -> ()",
     "fused_add_rms_norm(Tensor! input, Tensor! residual, Tensor? weight, float epsilon) -> ()",
     "static_scaled_fp8_quant(Tensor! result, Tensor input, Tensor scale, "
     "int[]? group_shape=None) -> ()",
@@ -91,7 +96,7 @@ def survey(platform: str, *, ours: bool) -> list[dict[str, str]]:
         (
             "schemas of _C",
             _state(real=not absent, ours=len(given) == len(absent) > 0),
-            f"vLLM's compiler passes name them when they are imported: {', '.join(absent)}"
+            f"vLLM's compiler passes name them: {', '.join(absent)}"
             if absent
             else "vLLM's extension has them",
         ),
@@ -144,7 +149,7 @@ def install() -> None:
         name = schema.partition("(")[0]
         if not hasattr(torch.ops._C, name):
             _library.define(schema)
-            _note(f"_C::{name} (schema)", "vLLM's compiler passes name it when they are imported")
+            _note(f"_C::{name} (schema)", "vLLM's compiler passes name it")
     if not hasattr(torch.ops._C, "weak_ref_tensor"):
         _library.define("weak_ref_tensor(Tensor input) -> Tensor")
         _library.impl("weak_ref_tensor", weak_ref, "CompositeExplicitAutograd")

@@ -132,6 +132,20 @@ def outcomes(config: Any, platform: Any) -> tuple[dict[str, str], list[str]]:
     return refused, served
 
 
+def writing_graph() -> Any:
+    """A graph as vLLM's passes get it, with an operator that writes into its argument."""
+    import torch
+    from torch._higher_order_ops.auto_functionalize import auto_functionalized
+
+    library = torch.library.Library("dry_run", "DEF")
+    library.define("write(Tensor! x) -> ()")
+    graph = torch.fx.Graph()
+    x = graph.placeholder("x")
+    written = graph.call_function(auto_functionalized, (torch.ops.dry_run.write.default,), {"x": x})
+    graph.output(written)
+    return graph
+
+
 def main(folder: str) -> None:
     fake_nvml((9, 0))
     from vllm_fl.vllm_plugin import platform_choice
@@ -191,8 +205,10 @@ def main(folder: str) -> None:
     # What vLLM's passes name when they are imported: an AttributeError without the schemas.
     import vllm.compilation.passes.fusion.matcher_utils
     import vllm.compilation.passes.fusion.rms_quant_fusion
-    import vllm.compilation.passes.utility.fix_functionalization
+    from vllm.compilation.passes.utility.fix_functionalization import FixFunctionalizationPass
 
+    # And what this one names when it meets an operator that writes into its arguments.
+    answer["functionalized"] = attempt(lambda: FixFunctionalizationPass(made)(writing_graph()))
     answer["rotary"] = str(torch.ops._C.rotary_embedding.default._schema)
     answer["called"] = attempt(
         lambda: torch.ops._C.silu_and_mul(torch.zeros(1, 2), torch.zeros(1, 4))

@@ -174,6 +174,10 @@ def test_the_stand_ins_are_listed_and_let_vllms_passes_be_imported(answer) -> No
     assert answer["rotary"].startswith("_C::rotary_embedding(Tensor positions, Tensor")
 
 
+def test_vllms_passes_meet_an_operator_that_writes_into_its_arguments(answer) -> None:
+    assert answer["functionalized"] == "None"
+
+
 STAND_INS = (
     "schemas of _C",
     "_C::weak_ref_tensor",
