@@ -160,6 +160,15 @@ def test_the_text_tells_all_that_the_data_tell() -> None:
         ({"shapes": {"y": [1]}}, "silu_and_mul has no array 'y'; valid: x."),
         ({"values": {"x": 1}}, "silu_and_mul has no scalar argument 'x'"),
         ({"shapes": {"": [3]}, "tokens": None, "hidden": None}, "silu_and_mul: x must be T[..., 2"),
+        (
+            {"tokens": [2**31 - 1], "hidden": 2**31 - 2},
+            "silu_and_mul: x must have sizes from 0 up, and at most 2**63-1 bytes in all; with "
+            "these arguments it would be [2147483647, 4294967292]. Give other sizes",
+        ),
+        (
+            {"tokens": [10**6], "hidden": 10**8},
+            "silu_and_mul: arguments of these sizes need about 4e+06 GB of memory, and ",
+        ),
     ],
 )
 def test_what_nobody_knows_is_wrong_usage(options, problem: str) -> None:
@@ -169,12 +178,22 @@ def test_what_nobody_knows_is_wrong_usage(options, problem: str) -> None:
     assert str(caught.value).startswith(problem)
 
 
-@pytest.mark.parametrize("tokens", ["", "0", "1,x", "-3"])
+@pytest.mark.parametrize("tokens", ["", "0", "1,x", "-3", "99999999999"])
 def test_sizes_that_are_none_are_wrong_usage(capsys, tokens: str) -> None:
     with pytest.raises(SystemExit) as ended:
         main(["bench", "rms_norm", f"--tokens={tokens}"])
     assert ended.value.code == 2
-    assert f'must be numbers such as 1,32,512, found "{tokens}"' in capsys.readouterr().err
+    said = f'must be numbers such as 1,32,512, from 1 to 2147483647, found "{tokens}"'
+    assert said in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("hidden", ["-8", "0"])
+def test_a_row_has_at_least_one_element(capsys, hidden: str) -> None:
+    with pytest.raises(SystemExit) as ended:
+        main(["bench", "rms_norm", "--hidden", hidden])
+    assert ended.value.code == 2
+    said = f'argument --hidden: must be a whole number of at least 1, found "{hidden}"'
+    assert said in capsys.readouterr().err
 
 
 def test_without_sizes_a_decode_step_a_batch_and_a_prefill_are_timed() -> None:

@@ -52,3 +52,37 @@ def test_the_effective_configuration_of_this_machine(tmp_path: Path, without) ->
     done = run("config", path=[hidden], env=env)
     assert (done.returncode, done.stdout) == (1, "")
     assert done.stderr.splitlines()[-1].startswith(f"vllm-fl config: {file}:1: strict: must be")
+
+
+@pytest.mark.parametrize(
+    ("env", "said"),
+    [
+        (
+            {"VLLM_FL_DEVICE": "tpu"},
+            'environment variable VLLM_FL_DEVICE="tpu": unknown device "tpu"; valid: auto, cpu, '
+            "cuda, hip, none.",
+        ),
+        (
+            {"VLLM_FL_OOT_BLACKLIST": "rms_norn"},
+            'environment variable VLLM_FL_OOT_BLACKLIST: unknown layer "rms_norn"; valid: ',
+        ),
+        ({"VLLM_FL_OOT_WHITELIST": "silu"}, "environment variable VLLM_FL_OOT_WHITELIST: unknown "),
+        ({"VLLM_FL_PER_OP": "nope=reference"}, "environment variable VLLM_FL_PER_OP: unknown op"),
+    ],
+    ids=lambda value: next(iter(value)) if isinstance(value, dict) else "",
+)
+def test_names_that_nobody_knows_are_wrong(env, said: str) -> None:
+    done = run("config", env=env)
+    assert (done.returncode, done.stdout) == (1, "")
+    assert done.stderr.splitlines()[-1].startswith(f"vllm-fl config: {said}")
+
+
+def test_a_layer_that_there_is_not_is_found_in_a_file(tmp_path: Path) -> None:
+    file = tmp_path / "policy.yaml"
+    file.write_text("strict: false\noot_blacklist: [rms_norm, nope]\n")
+    done = run("config", env={"VLLM_FL_CONFIG": str(file)})
+    assert done.returncode == 1
+    last = done.stderr.splitlines()[-1]
+    assert last.startswith(f'vllm-fl config: {file}:2: unknown layer "nope"; valid: ')
+    done = run("config", env={"VLLM_FL_CONFIG": str(file), "VLLM_FL_ENABLED": "0"})
+    assert done.returncode == 0  # off means off: the file is not even read

@@ -2,6 +2,8 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
+from types import MethodType
 
 import pytest
 
@@ -85,6 +87,7 @@ def test_another_vendors_device_is_told_with_what_was_assumed_and_what_is_missin
         "requires": ["acme_kernels"],
         "missing": ["acme_kernels"],
         "note": "",
+        "unsure": "",
     }
 
 
@@ -310,9 +313,59 @@ def test_each_of_the_fourteen_vendors_is_explained_from_here(info) -> None:
 @pytest.mark.parametrize("option", ("also", "without"))
 def test_a_module_that_nothing_there_requires_is_wrong_usage(option: str) -> None:
     said = (
-        r"no implementation for acme requires the module 'acme_kernel'; valid: acme_kernels\. Did"
+        r"no implementation of rms_norm for acme requires the module 'acme_kernel', so it changes "
+        r"nothing; valid: acme_kernels\. Did"
     )
     with pytest.raises(UsageError, match=said):
         explain(samples.manager(), "rms_norm", vendor="acme", **{option: ["acme_kernel"]})
     with pytest.raises(UsageError, match="add --vendor"):
         explain(samples.manager(), "rms_norm", **{option: ["acme_kernels"]})
+
+
+def test_a_module_that_is_assumed_and_not_is_wrong_usage() -> None:
+    with pytest.raises(UsageError) as caught:
+        explain(
+            samples.manager(), "rms_norm", vendor="acme",
+            also=["acme_kernels"], without=["acme_kernels"],
+        )  # fmt: skip
+    assert str(caught.value) == (
+        "--with acme_kernels and --without acme_kernels contradict each other; keep one of them"
+    )
+
+
+def test_an_op_that_flaggems_does_not_serve_is_told_where_flaggems_is_assumed(capfd) -> None:
+    assert main(["explain", "gelu_new", "--vendor", "ascend", "--with", "flag_gems"]) == 2
+    assert capfd.readouterr().err.startswith(
+        "vllm-fl explain: no implementation of gelu_new for ascend:npu requires the module "
+        "'flag_gems', so it changes nothing; valid: "
+    )
+
+
+@pytest.mark.parametrize(
+    ("probe", "requires", "unsure"),
+    [
+        (lambda: "no rms_norm in gems 1", ("numpy",), "as it is installed here: no rms_norm in g"),
+        (lambda: True, ("numpy",), ""),
+        (
+            lambda: True,
+            ("no_such_gems",),
+            "whether it has a kernel for silu_and_mul was not looked up, for want of no_such_gems",
+        ),
+        (lambda: 1 / 0, ("numpy",), "here, its availability probe raised ZeroDivisionError: "),
+    ],
+)
+def test_a_kernel_that_the_assumed_library_may_lack_is_told(probe, requires, unsure: str) -> None:
+    """A probe of one function, beside that of its backend, says whether the library has it."""
+    manager = samples.manager()
+    backend = type("Gems", (samples.Kernels,), {"requires": requires, "device_types": None})()
+    impl = samples.impls_of(backend, "default.gems", 150)[0]
+    manager.registry.register_impl(
+        replace(impl, available=MethodType(lambda backend: probe(), backend))
+    )
+    data = explain(manager, "silu_and_mul", vendor="acme", also=requires)
+    assert data["winner"]["impl_id"] == "default.gems"
+    (found,) = [e["unsure"] for e in data["registered"] if e["impl_id"] == "default.gems"]
+    assert found.startswith(unsure) and bool(found) == bool(unsure)
+    assert (f"default.gems: {found}" in text_of(render, data)) == bool(unsure)
+    here = explain(manager, "silu_and_mul")  # where it is asked itself
+    assert {e["unsure"] for e in here["registered"]} == {""}

@@ -90,6 +90,30 @@ def test_a_device_that_is_not_here_is_as_good_as_one_that_is() -> None:
             "rms_norm needs variance_size is None or variance_size <= hidden; with these "
             "arguments it does not hold",
         ),
+        (
+            {"main": (99999999999, 99999999999)},
+            "rms_norm: x must have sizes from 0 up, and at most 2**63-1 bytes in all; with these "
+            "arguments it would be [99999999999, 99999999999]. Give other sizes",
+        ),
+        (
+            {"main": (10**40, 0)},
+            "rms_norm: x must have sizes from 0 up, and at most 2**63-1 bytes in all; with these "
+            "arguments it would be [..., 0]. Give other sizes",
+        ),
+        (
+            {"contract": ROTARY, "values": {"head_size": -64}},
+            "rotary_embedding needs rotary_dim <= head_size; with these arguments it does not hold",
+        ),
+        (
+            {"values": {"epsilon": "small"}},
+            "rms_norm: epsilon must be a number, found 'small' of type str; the op is rms_norm(x, "
+            "weight, epsilon, variance_size=None)",
+        ),
+        (
+            {"contract": BY_NAME["rms_norm_gated"], "values": {"group_size": 0}},
+            "rms_norm_gated needs group_size is None or hidden % group_size == 0; with these "
+            "arguments it does not hold",
+        ),
     ],
 )
 def test_what_does_not_fit_is_told_with_the_valid_names(options, problem: str) -> None:

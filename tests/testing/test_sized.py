@@ -9,6 +9,7 @@ from vllm_fl.ops.activation import SILU_AND_MUL
 from vllm_fl.ops.normalization import RMS_NORM
 from vllm_fl.ops.quantization import DYNAMIC_PER_TOKEN_QUANT_INT8
 from vllm_fl.ops.rotary import ROTARY_EMBEDDING
+from vllm_fl.testing import sized
 from vllm_fl.testing.cases import arguments_of
 from vllm_fl.testing.sized import has_hidden, sized_arguments
 
@@ -65,3 +66,31 @@ def test_an_axis_that_the_op_does_not_have_is_refused() -> None:
         sized_arguments(ROTARY_EMBEDDING, torch.bfloat16, hidden=64, **NONE)
     with pytest.raises(ValueError, match="has no array 'y'; valid: x"):
         sized_arguments(DYNAMIC_PER_TOKEN_QUANT_INT8, torch.bfloat16, shapes={"y": (4,)}, values={})
+
+
+def test_arguments_beyond_the_memory_that_is_free_are_not_made(monkeypatch) -> None:
+    """1000 x 1000 bfloat16 twice, a weight of 1000, and two indices: 20 MB."""
+    monkeypatch.setattr(sized, "_free_bytes", lambda: 19 * 10**6)
+    with pytest.raises(ValueError) as caught:
+        sized_arguments(RMS_NORM, torch.bfloat16, tokens=1000, hidden=1000, **NONE)
+    assert str(caught.value) == (
+        "rms_norm: arguments of these sizes need about 0.02 GB of memory, and 0.019 GB are free; "
+        "give smaller sizes"
+    )
+    monkeypatch.setattr(sized, "_free_bytes", lambda: 21 * 10**6)
+    assert sized_arguments(RMS_NORM, torch.bfloat16, tokens=1000, hidden=1000, **NONE)
+    monkeypatch.setattr(sized, "_free_bytes", lambda: None)  # nobody knows
+    assert sized_arguments(RMS_NORM, torch.bfloat16, tokens=1000, hidden=1000, **NONE)
+
+
+def test_memory_that_is_refused_in_the_end_is_told(monkeypatch) -> None:
+    def refuse(*args):
+        raise torch.OutOfMemoryError("CUDA out of memory.\nMore of it")
+
+    monkeypatch.setattr(sized, "_filled", refuse)
+    with pytest.raises(ValueError) as caught:
+        sized_arguments(RMS_NORM, torch.bfloat16, tokens=1, **NONE)
+    assert str(caught.value) == (
+        "rms_norm: there is not enough memory for arguments of these sizes (CUDA out of memory.); "
+        "give smaller ones"
+    )

@@ -12,9 +12,10 @@ from ..dispatch.decision import Call, Decision
 from ..dispatch.errors import did_you_mean
 from ..dispatch.manager import OpManager
 from ..dispatch.policy import SelectionPolicy, policy_context
+from .arguments import MOST, once, positive, read_shape, read_value
 from .child import survey
 from .errors import UsageError
-from .explain import contract_of, read_shape, read_value
+from .explain import contract_of
 from .output import emit, print_table
 
 if TYPE_CHECKING:
@@ -55,7 +56,10 @@ def add_parser(commands: Any) -> None:
         "--tokens", type=_sizes, metavar="N,N", help="numbers of tokens (default: 1,32,512)"
     )
     parser.add_argument(
-        "--hidden", type=int, metavar="N", help=f"size of a row, where the op has it ({HIDDEN})"
+        "--hidden",
+        type=positive,
+        metavar="N",
+        help=f"size of a row, where the op has it ({HIDDEN})",
     )
     for option, form, read, what in (
         (
@@ -75,10 +79,13 @@ def add_parser(commands: Any) -> None:
 
 
 def _sizes(text: str) -> list[int]:
-    parts = text.split(",")
-    if not all(part.strip().isdecimal() and int(part) for part in parts):
-        raise argparse.ArgumentTypeError(f'must be numbers such as 1,32,512, found "{text}"')
-    return [int(part) for part in parts]
+    try:
+        return [positive(part) for part in text.split(",")]
+    except argparse.ArgumentTypeError:
+        raise argparse.ArgumentTypeError(
+            f"must be numbers such as 1,32,512, from 1 to {MOST}, found "
+            f'"{text if len(text) <= 60 else text[:57] + "..."}"'
+        ) from None
 
 
 def run(arguments: argparse.Namespace) -> int:
@@ -91,8 +98,8 @@ def run(arguments: argparse.Namespace) -> int:
         dtype=arguments.dtype,
         tokens=arguments.tokens,
         hidden=arguments.hidden,
-        shapes=dict(arguments.shape),
-        values=dict(arguments.set),
+        shapes=once("--shape", arguments.shape),
+        values=once("--set", arguments.set),
     )
     emit(data, render, as_json=arguments.json)
     return 0 if any(size["timings"] for size in data["sizes"]) else 1

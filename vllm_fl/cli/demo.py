@@ -14,6 +14,7 @@ from typing import Any, TextIO
 from ..dispatch.default import get_default_manager
 from ..dispatch.errors import DispatchError
 from . import demo_model
+from .arguments import positive
 from .output import answer_stream, print_table
 
 __all__ = ["DemoResult", "add_parser", "run_demo"]
@@ -63,20 +64,10 @@ def add_parser(commands: Any) -> None:
     )
     parser.add_argument("--json", action="store_true", help="print JSON, and nothing else")
     parser.add_argument(
-        "--max-tokens", type=_positive, default=64, metavar="N", help="length of the answer (64)"
+        "--max-tokens", type=positive, default=64, metavar="N", help="length of the answer (64)"
     )
     parser.add_argument("--verbose", action="store_true", help="show vLLM's own log")
     parser.set_defaults(run=run)
-
-
-def _positive(text: str) -> int:
-    try:
-        value = int(text)
-    except ValueError:
-        value = 0
-    if value < 1:
-        raise argparse.ArgumentTypeError(f'must be a whole number of at least 1, found "{text}"')
-    return value
 
 
 def run(arguments: argparse.Namespace) -> int:

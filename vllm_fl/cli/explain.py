@@ -4,7 +4,6 @@
 from __future__ import annotations
 
 import argparse
-import ast
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any, TextIO
@@ -14,13 +13,21 @@ from ..dispatch.decision import Call, Decision
 from ..dispatch.errors import ConfigError, UnknownOpError, did_you_mean
 from ..dispatch.manager import OpManager
 from ..dispatch.policy import MODES
-from ..dispatch.types import BackendImplKind, DeviceFacts, OpImpl, is_installed
+from ..dispatch.types import (
+    BackendImplKind,
+    DeviceFacts,
+    OpImpl,
+    Rejected,
+    as_verdict,
+    is_installed,
+)
+from .arguments import once, read_shape, read_value
 from .child import survey
 from .errors import CommandError, UsageError
 from .inventory import note_of
 from .output import emit, print_table
 
-__all__ = ["add_parser", "contract_of", "explain", "read_shape", "read_value", "render"]
+__all__ = ["add_parser", "contract_of", "explain", "render"]
 
 
 def add_parser(commands: Any) -> None:
@@ -78,39 +85,14 @@ def add_parser(commands: Any) -> None:
     parser.set_defaults(run=run)
 
 
-def read_shape(text: str) -> tuple[str, tuple[int, ...]]:
-    """The value of a --shape: the array's name, "" for the one under test, and the shape."""
-    name, separator, numbers = text.rpartition("=")
-    try:
-        shape = tuple(int(part) for part in numbers.split(",") if part.strip())
-    except ValueError:
-        shape = (-1,)
-    if any(size < 0 for size in shape) or (separator and not name):
-        raise argparse.ArgumentTypeError(
-            f'must be sizes such as 32,4096 or key=32,1024, found "{text}"'
-        )
-    return name, shape
-
-
-def read_value(text: str) -> tuple[str, Any]:
-    """The value of a --set: name and value."""
-    name, separator, value = text.partition("=")
-    if not separator or not name:
-        raise argparse.ArgumentTypeError(f'must be NAME=VALUE, found "{text}"')
-    try:
-        return name, ast.literal_eval(value)
-    except (ValueError, SyntaxError):
-        return name, value  # a word, e.g. approximate=tanh
-
-
 def run(arguments: argparse.Namespace) -> int:
     """Print the decision; exit code 1 where nothing can run."""
     data = survey(
         "explain",
         op=arguments.op,
-        shapes=dict(arguments.shape),
+        shapes=once("--shape", arguments.shape),
         dtype=arguments.dtype,
-        values=dict(arguments.set),
+        values=once("--set", arguments.set),
         mode=arguments.mode,
         vendor=arguments.vendor,
         also=arguments.also,
@@ -163,11 +145,13 @@ def explain(
             device = facts_of(vendor, snapshot.known_vendors(), source="--vendor", assumed=True)
         except ConfigError as error:
             raise UsageError(str(error)) from None
-    registered = [_registered(impl) for impl in impls]
     if vendor is not None:
-        device = _there(device, impls, also, without)
+        if op not in snapshot.declarations and not impls:
+            raise _unknown(manager, op)
+        device = _there(op, device, impls, also, without)
     elif also or without:
         raise UsageError("--with and --without are about another vendor's device; add --vendor")
+    registered = [_registered(impl, device) for impl in impls]
     contract = contract_of(op)
     layer = contract is not None and any(
         site.device_types is None or device.device_type in site.device_types
@@ -236,23 +220,53 @@ def contract_of(op: str) -> Any:
     return next((contract for contract in CONTRACTS if contract.name == op), None)
 
 
-def _registered(impl: OpImpl) -> dict[str, Any]:
+def _registered(impl: OpImpl, device: DeviceFacts) -> dict[str, Any]:
     backend = impl.backend
     types = None if backend is None else backend.device_types
     vendors = getattr(backend, "vendors", None)
     requires = [] if backend is None else list(backend.requires)
+    missing = [module for module in requires if not is_installed(module)]
     return {
         "impl_id": impl.impl_id,
         "device_types": None if types is None else list(types),
         "vendors": None if vendors is None else list(vendors),
         "requires": requires,
-        "missing": [module for module in requires if not is_installed(module)],
+        "missing": missing,
         "note": note_of(impl),
+        "unsure": _unsure(impl, missing, device),
     }
 
 
+def _unsure(impl: OpImpl, missing: Sequence[str], device: DeviceFacts) -> str:
+    """Why an implementation that is taken to be usable on another device may not be. Whether
+    a library has the kernel for this op, only an installed one can say."""
+    backend = impl.backend
+    if (
+        impl.available is None
+        or backend is None
+        or impl.available == backend.is_available
+        or not device.assumed
+        or not impl.availability(device)
+    ):
+        return ""
+    if missing:
+        return (
+            f"whether it has a kernel for {impl.op_name} was not looked up, for want of "
+            f"{', '.join(missing)} here"
+        )
+    try:
+        verdict = as_verdict(impl.available(), default_reason="its availability probe says no")
+    except (Exception, SystemExit) as error:
+        return f"here, its availability probe raised {type(error).__name__}: {error}"
+    return f"as it is installed here: {verdict.reason}" if isinstance(verdict, Rejected) else ""
+
+
 def _there(
-    device: DeviceFacts, impls: Sequence[OpImpl], also: Sequence[str], without: Sequence[str]
+    op: str,
+    device: DeviceFacts,
+    impls: Sequence[OpImpl],
+    also: Sequence[str],
+    without: Sequence[str],
 ) -> DeviceFacts:
     """The device with what is taken to be installed beside it, and what is not.
 
@@ -265,10 +279,15 @@ def _there(
         if impl.backend is not None and _fits(impl.backend, device)
     ]
     required = dict.fromkeys(module for _, modules in fitting for module in modules)
+    if both := [module for module in also if module in without]:
+        raise UsageError(
+            f"--with {both[0]} and --without {both[0]} contradict each other; keep one of them"
+        )
     for module in (*also, *without):
         if module not in required:
             raise UsageError(
-                f"no implementation for {device.device_class} requires the module '{module}'; "
+                f"no implementation of {op} for {device.device_class} requires the module "
+                f"'{module}', so it changes nothing; "
                 f"valid: {', '.join(required) or 'none'}.{did_you_mean(module, required)}"
             )
     assumed = dict.fromkeys(
@@ -324,6 +343,7 @@ def render(data: Mapping[str, Any], stream: TextIO) -> None:
         )
     lines.append(f"  {_ASKED[data['asked']]}")
     lines += [f"  {e['impl_id']} runs {e['note']}" for e in data["registered"] if e["note"]]
+    lines += [f"  {e['impl_id']}: {e['unsure']}" for e in data["registered"] if e["unsure"]]
     if not data["enabled"]:
         lines.append("  but vllm_fl is switched off: vLLM runs as without it")
     print("\n".join(lines), file=stream)

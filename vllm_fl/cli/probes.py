@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import importlib
 import json
@@ -138,6 +139,7 @@ def prepare(tell: Tell, skip: Skip = ()) -> Prepared:
             config = load_config(**policy_files(device, registry.snapshot()))
             notes = [f"Note: {p.name} failed ({p.error})." for p in registry.plugins if not p.ok]
             config.check_against(registry.snapshot(), notes)
+            _check_layer_names(config)
     except ConfigError as error:
         config, problem = Config(), problem or str(error)
         device = detect(None)
@@ -150,6 +152,17 @@ def prepare(tell: Tell, skip: Skip = ()) -> Prepared:
     manager = OpManager(registry, config=config if problem else None, device=device)
     manager.ensure_initialized()
     return Prepared(manager, problem)
+
+
+def _check_layer_names(config: Config) -> None:
+    """As a process of vLLM does when it is patched. Without a torch that works nobody knows the
+    names, and that is told elsewhere."""
+    if not config.values.keys() & {"oot_whitelist", "oot_blacklist"}:
+        return
+    with contextlib.suppress(ImportError, OSError):
+        from ..vllm_plugin.plugin import check_layer_names
+
+        check_layer_names(config)
 
 
 def _reason(skip: Skip, doing: Iterable[str]) -> str | None:

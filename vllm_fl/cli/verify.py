@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, TextIO
 
 from ..dispatch.default import get_default_manager
+from .arguments import positive
 from .errors import CommandError, UsageError
 from .output import answer_stream, print_table
 
@@ -51,7 +52,7 @@ def add_parser(commands: Any) -> None:
     parser.add_argument("--device", help="where the tensors are (default: this machine's device)")
     parser.add_argument(
         "--workers",
-        type=_positive,
+        type=positive,
         metavar="N",
         help=f"child processes at a time (default: one for each core, at most {_MOST_WORKERS}; "
         "1 on a device)",
@@ -59,12 +60,6 @@ def add_parser(commands: Any) -> None:
     parser.add_argument("--json", action="store_true", help="print JSON, and nothing else")
     parser.add_argument("--junit", type=Path, metavar="FILE", help="write JUnit XML to a file too")
     parser.set_defaults(run=run)
-
-
-def _positive(text: str) -> int:
-    if not text.isdecimal() or int(text) < 1:
-        raise argparse.ArgumentTypeError(f'must be a whole number of at least 1, found "{text}"')
-    return int(text)
 
 
 def run(arguments: argparse.Namespace) -> int:

@@ -28,6 +28,8 @@ __all__ = [
 PREFIX = "VLLM_FL_"
 CONTEXT = "policy_context"
 """The source of a value that a policy context gave."""
+DEVICES = ("auto", "cpu", "cuda", "hip", "none")
+"""What setup.py builds kernels for."""
 LOG_LEVELS = ("DEBUG", "INFO", "WARNING", "ERROR", "CRITICAL")
 _TRUE, _FALSE = ("1", "true", "yes", "on"), ("0", "false", "no", "off")
 
@@ -81,6 +83,14 @@ def _level(text: str) -> str:
     raise ConfigError(
         f'unknown level "{text}"; valid: {", ".join(LOG_LEVELS)}.'
         f"{did_you_mean(text.upper(), LOG_LEVELS)}"
+    )
+
+
+def _device(text: str) -> str:
+    if text in DEVICES:
+        return text
+    raise ConfigError(
+        f'unknown device "{text}"; valid: {", ".join(DEVICES)}.{did_you_mean(text, DEVICES)}'
     )
 
 
@@ -194,7 +204,7 @@ SETTINGS: tuple[Setting, ...] = (
          "Take the device to be this vendor's instead of detecting it, and offer vLLM our "
          "platform for it.", str),
     _row("DEVICE", "device", "auto, cpu, cuda, hip or none",
-         "For setup.py alone: which native kernels to build.", str, default="auto"),
+         "For setup.py alone: which native kernels to build.", _device, default="auto"),
 )  # fmt: skip
 
 BY_VARIABLE = {setting.variable: setting for setting in SETTINGS}

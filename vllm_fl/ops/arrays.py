@@ -96,11 +96,14 @@ def bind_axes(
 
 
 def holds(constraint: str, axes: Mapping[str, Any]) -> bool:
-    """Whether a constraint is true of the axes; one that names an unknown axis is not asked."""
+    """Whether a constraint is true of the axes; one that names an unknown axis is not asked, and
+    one that divides by a zero among them is not."""
     try:
         return bool(eval(constraint, {"__builtins__": {}}, dict(axes)))  # our own text
     except NameError:
         return True
+    except ZeroDivisionError:
+        return False
 
 
 def _fit(

@@ -3,7 +3,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -12,8 +12,13 @@ import torch
 from ..dispatch.errors import did_you_mean
 from .arrays import ArraySpec, bind_axes, holds, shape_of
 from .contract import OpContract
+from .scalars import read_scalar
 
 __all__ = ["FakeCall", "dtype_of", "fake_call"]
+
+
+_MOST_BYTES = (1 << 63) - 1
+"""Of a tensor: PyTorch counts them in 64 bits."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,6 +83,7 @@ def fake_call(
     scalars = [name for name in example if name not in contract.arrays]
     _check_names(contract, shapes, tuple(contract.arrays), "array")
     _check_names(contract, values, scalars, "scalar argument")
+    values = {name: read_scalar(contract, name, value) for name, value in values.items()}
     arguments = {**example, **values}
     axes = _axes(contract, shapes, arguments, dtype)
     form = _form_of(contract.arrays[main], shapes.get(main), axes)
@@ -87,6 +93,7 @@ def fake_call(
             sized[name] = shapes[name]
         elif isinstance(example[name], torch.Tensor):
             sized[name] = _sized_like(spec, example[name], axes, form)
+            _check_shape(contract, name, sized[name], example[name].dtype)
     for constraint in contract.constraints:
         if not holds(constraint, {**arguments, **axes}):
             raise ValueError(
@@ -135,6 +142,19 @@ def _check_names(
             )
 
 
+def _check_shape(contract: OpContract, name: str, shape: Sequence[int], dtype: torch.dtype) -> None:
+    """Refuse a shape that no tensor has, before PyTorch does it in words of its own."""
+    size = dtype.itemsize
+    for length in shape:
+        size *= max(length, 1)  # also where the tensor would be empty, as PyTorch does
+        if length < 0 or size > _MOST_BYTES:
+            found = ", ".join(str(n) if abs(n) < 10**30 else "..." for n in shape)
+            raise ValueError(
+                f"{contract.name}: {name} must have sizes from 0 up, and at most 2**63-1 bytes in "
+                f"all; with these arguments it would be [{found}]. Give other sizes"
+            )
+
+
 def _axes(
     contract: OpContract,
     shapes: Mapping[str, tuple[int, ...]],
@@ -147,6 +167,7 @@ def _axes(
     for name, shape in shapes.items():
         example = arguments[name]
         own = example.dtype if isinstance(example, torch.Tensor) else dtype
+        _check_shape(contract, name, shape, own)
         value = torch.empty(shape, dtype=own, device="meta")
         try:
             known = bind_axes(

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -50,18 +51,51 @@ def sized_arguments(
         values: scalar argument to its value.
 
     Raises:
-        ValueError: the op has no such axis or argument, or a size does not fit it.
+        ValueError: the op has no such axis or argument, a size does not fit it, or there is not
+            enough memory.
     """
     example = named_arguments(contract, arguments_of(contract, contract.cases_for(dtype)[0], dtype))
     wanted = _sized(contract, example, values, dtype, tokens, hidden)
     call = fake_call(
         contract, shapes={**wanted, **shapes}, values=values, dtype=dtype, device_type="cpu"
     )
-    args = tuple(
-        _filled(value, example[name]).to(device) if isinstance(value, torch.Tensor) else value
-        for name, value in zip(contract.signature.parameter_names, call.args, strict=True)
-    )
+    _check_memory(contract, call.args)
+    try:
+        args = tuple(
+            _filled(value, example[name]).to(device) if isinstance(value, torch.Tensor) else value
+            for name, value in zip(contract.signature.parameter_names, call.args, strict=True)
+        )
+    except (MemoryError, torch.OutOfMemoryError) as error:
+        raise ValueError(
+            f"{contract.name}: there is not enough memory for arguments of these sizes "
+            f"({str(error).splitlines()[0] if str(error) else 'none left'}); give smaller ones"
+        ) from None
     return args, {**call.given, **call.assumed}
+
+
+def _check_memory(contract: OpContract, args: tuple[Any, ...]) -> None:
+    """Refuse arguments that this machine's memory does not hold: the system would end some process
+    for them, and not always this one."""
+    tensors = [value for value in args if isinstance(value, torch.Tensor)]
+    # The arguments, about as much again for results, and two indices into the example at a time.
+    needed = 2 * sum(t.numel() * t.element_size() for t in tensors)
+    needed += 2 * 8 * max((t.numel() for t in tensors), default=0)
+    free = _free_bytes()
+    if free is not None and needed > free:
+        raise ValueError(
+            f"{contract.name}: arguments of these sizes need about {needed / 1e9:.3g} GB of "
+            f"memory, and {free / 1e9:.3g} GB are free; give smaller sizes"
+        )
+
+
+def _free_bytes() -> int | None:
+    """Memory that can be had without swapping; None where the system does not say it so."""
+    try:
+        text = Path("/proc/meminfo").read_text(encoding="ascii")
+    except OSError:
+        return None
+    found = re.search(r"^MemAvailable:\s*(\d+) kB", text, re.MULTILINE)
+    return None if found is None else int(found[1]) * 1024
 
 
 def _sized(
