@@ -198,6 +198,11 @@ MORE = {
         (BACKEND, 'impl_id = "vendor.', 'impl_id = "vendor.cpu"  # "'),
         "DuplicateImplementationError: op 'silu_and_mul' already has",
     ),
+    "a vendor's name with a space": (
+        "vendor",
+        (BACKEND, "    vendor = ", '    vendor = "of " '),
+        "a vendor's name must be a non-empty string without spaces",
+    ),
     "an op that nobody declared": (
         "signatures",
         (IMPL, "def silu_and_mul", "def silu_und_mul"),

@@ -13,6 +13,7 @@ from vllm_fl.dispatch import (
     OpImpl,
     OpSignature,
     call_op,
+    default,
     get_default_manager,
 )
 from vllm_fl.dispatch.binding import reachable
@@ -602,3 +603,43 @@ def test_a_traced_callable_tells_who_is_called_and_the_plain_one_stays_plain() -
 def test_a_declaration_without_facts_is_bound_like_any_other() -> None:
     manager = make_manager(make_impl("vendor.acme", supports=even), signatures=[SCALE])
     assert manager.bind("scale")(4) == 8
+
+
+# ------------------------------------------------------------- arguments that no op takes
+
+
+def _supports_scale(x: Any, factor: Any = 2) -> bool:
+    return True
+
+
+@pytest.mark.parametrize("options", [{}, {"supports": _supports_scale}], ids=["bare", "guarded"])
+@pytest.mark.parametrize(
+    ("args", "kwargs", "problem"),
+    [
+        ((), {}, "missing a required argument: 'x'; called with ()"),
+        ((1,), {"shift": 2}, "got an unexpected keyword argument 'shift'; called with (int, shift"),
+    ],
+)
+def test_a_call_with_arguments_that_the_op_does_not_take_names_the_op(
+    monkeypatch, options: Any, args: Any, kwargs: Any, problem: str
+) -> None:
+    manager = make_manager(make_impl("vendor.acme", **options))
+    monkeypatch.setattr(default._default, "manager", manager)
+    for call in (manager.call, call_op):
+        with pytest.raises(TypeError) as caught:
+            call("scale", *args, **kwargs)
+        assert str(caught.value).startswith(f"op scale(x, factor=2): {problem}")
+        assert not hasattr(caught.value, "__notes__")  # nobody's guard raised it
+    if args or kwargs:
+        with pytest.raises(TypeError, match=r"^op scale\(x, factor=2\): got an unexpected"):
+            manager.explain("scale", *args, **kwargs)
+
+
+def test_a_type_error_of_an_implementation_stays_its_own() -> None:
+    def scale(x: Any, factor: Any = 2) -> Any:
+        return len(factor)
+
+    manager = make_manager(make_impl("vendor.acme", scale, supports=_supports_scale))
+    with pytest.raises(TypeError, match=r"^object of type 'int' has no len") as caught:
+        manager.call("scale", 1)
+    assert "raised by implementation 'vendor.acme' of op 'scale'" in caught.value.__notes__[0]

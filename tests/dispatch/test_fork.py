@@ -2,6 +2,7 @@
 from __future__ import annotations
 
 import ctypes
+import logging
 import multiprocessing
 import os
 import threading
@@ -20,6 +21,7 @@ from vllm_fl.dispatch import (
     load_config,
     with_preference,
 )
+from vllm_fl.dispatch.log import logger
 
 from .helpers import CHILD_LIMIT_S, SCALE, in_child, make_impl, make_manager, returning
 
@@ -338,3 +340,29 @@ def test_a_spawned_process_starts_afresh_and_discovers_for_itself(
         here.close()
         process.close()
     assert answer == [[["acme_forks", None]], ["vendor.acme", "vendor.zeta"], True]
+
+
+def test_a_child_does_not_repeat_what_its_parent_said_of_itself(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    lines: list[str] = []
+    handler = logging.Handler()
+    monkeypatch.setattr(handler, "emit", lambda record: lines.append(record.getMessage()))
+    monkeypatch.setattr(logger, "handlers", [handler])
+    monkeypatch.setattr(logger, "propagate", False)
+    manager = make_manager(make_impl("vendor.hand"))
+
+    def said() -> list[str]:
+        lines.clear()
+        manager.ensure_initialized()
+        return list(lines)
+
+    def said_with_more() -> list[str]:
+        manager.registry.register_impl(make_impl("vendor.more", op_name="shift"))
+        return said()
+
+    (line,) = said()
+    assert "1 ops, served by vendor.hand 1; " in line
+    assert in_child(said) == []
+    more = line.replace("1 ops", "2 ops").replace("vendor.hand 1", "vendor.hand 1, vendor.more 1")
+    assert in_child(said_with_more) == [more]

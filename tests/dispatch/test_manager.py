@@ -615,7 +615,7 @@ def test_arguments_that_are_not_the_ops_are_told_in_the_ops_words() -> None:
     signature = OpSignature.parse(
         "sized(x, weight)", facts=lambda x, weight: {"size": len(x)}, fact_names=("size",)
     )
-    with pytest.raises(TypeError, match=r"op sized\(x, weight\): called with \(int\)"):
+    with pytest.raises(TypeError, match=r"^op sized\(x, weight\): missing a req.*with \(int\)$"):
         signature.facts_of(1)
     with pytest.raises(TypeError, match="has no len"):
         signature.facts_of(1, 2)  # the arguments fit; what went wrong is told as it is

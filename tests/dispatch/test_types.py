@@ -21,6 +21,7 @@ from vllm_fl.dispatch.types import (
     Origin,
     Parameter,
     Rejected,
+    VendorInfo,
     as_verdict,
 )
 
@@ -245,6 +246,11 @@ def test_an_origin_tells_its_source_and_package() -> None:
         ({"supports": "x"}, "supports must be callable, found 'x'"),
         ({"supports_layer": 1}, "supports_layer must be callable, found 1"),
         ({"vendor": None}, "kind VENDOR needs vendor='<name>'"),
+        (
+            {"vendor": "acme inc"},
+            "vendor='acme inc': a vendor's name must be a non-empty string without spaces and "
+            "without any of ; | = , : (they separate names in settings)",
+        ),
         (
             {"kind": BackendImplKind.REFERENCE},
             "vendor='acme' goes with kind VENDOR only, found reference",
@@ -484,3 +490,37 @@ def test_a_module_that_would_be_imported_to_be_found_is_no_requirement() -> None
         "Wrong.requires must name top-level modules, found 'vllm.utils': to look for it would "
         "import vllm; name that, and ask for the rest in is_available()"
     )
+
+
+@pytest.mark.parametrize("name", ["acme inc", "", "a:b", None])
+def test_a_vendor_is_declared_by_a_name_that_a_setting_can_hold(name: Any) -> None:
+    with pytest.raises(RegistrationError) as caught:
+        VendorInfo(name, "acme")
+    assert str(caught.value) == (
+        f"VendorInfo(name={name!r}): a vendor's name must be a non-empty string without spaces and "
+        "without any of ; | = , : (they separate names in settings)"
+    )
+
+
+@pytest.mark.parametrize(
+    ("args", "kwargs", "problem"),
+    [
+        ((), {}, "missing a required argument: 'x'; called with ()"),
+        ((1, 2, 3), {}, "too many positional arguments; called with (int, int, int)"),
+        ((1,), {"y": 2}, "got an unexpected keyword argument 'y'; called with (int, y=int)"),
+        ((1,), {"x": 2}, "multiple values for argument 'x'; called with (int, x=int)"),
+    ],
+)
+def test_arguments_that_an_op_does_not_take_are_told_with_its_signature(
+    args: Any, kwargs: Any, problem: str
+) -> None:
+    signature = OpSignature.parse("scale(x, factor=2)")
+    with pytest.raises(TypeError) as caught:
+        signature.check_arguments(args, kwargs)
+    assert str(caught.value) == f"op scale(x, factor=2): {problem}"
+
+
+def test_arguments_that_an_op_takes_are_those_of_its_signature() -> None:
+    signature = OpSignature.parse("scale(x, factor=2)")
+    for args, kwargs in (((1,), {}), ((1, 2), {}), ((), {"factor": 1, "x": 2})):
+        signature.check_arguments(args, kwargs)

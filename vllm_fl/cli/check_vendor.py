@@ -181,6 +181,8 @@ def _of_error(package: str, error: dict[str, str]) -> tuple[str, str]:
         return "policy", said
     if "vllm_fl's API" in text:
         return "API version", said
+    if "a vendor's name must be" in text:
+        return "vendor", said
     if "needs vendor=" in text:
         return "vendor", f"{said}. Set the class attribute `vendor` of the backend."
     if "impl_id" in text and ("must be" in text or "has no attribute" in text):

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import functools
 import inspect
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -15,7 +15,7 @@ from .log import logger
 from .notes import annotate, annotate_guard, describe_arguments
 from .types import OpImpl, OpSignature, Rejected, as_verdict
 
-__all__ = ["Binding", "annotate", "compose", "native_binding", "reachable"]
+__all__ = ["Binding", "annotate", "annotate_call", "compose", "native_binding", "reachable"]
 
 _REASONS_KEPT = 8
 """A reason may name a token count; a server must not remember all of them."""
@@ -32,6 +32,7 @@ class Binding:
         call_rejections: impl_id to the first reasons its call guard gave, each once.
         traced: builds a callable that does the same and first tells which implementation
             it calls; None where native was chosen.
+        signature: the op's, to say what is wrong with a call; None where nobody declared it.
     """
 
     op: str
@@ -41,6 +42,7 @@ class Binding:
     traced: Callable[[Callable[[OpImpl], None]], Callable[..., Any]] | None = None
     strict: bool = False
     facts_known: bool = True
+    signature: OpSignature | None = None
 
     def is_like(self, other: Binding) -> bool:
         """Whether the other does the same for the same reasons."""
@@ -75,7 +77,9 @@ def compose(
         (impl, _check(impl, signature, facts_known), _callable(impl, signature, donate))
         for impl in reachable(decision.candidates, facts_known=facts_known)
     ]
-    binding = Binding(decision.op, _native, decision, strict=strict, facts_known=facts_known)
+    binding = Binding(
+        decision.op, _native, decision, strict=strict, facts_known=facts_known, signature=signature
+    )
 
     def assemble(steps: Sequence[_Step]) -> Callable[..., Any]:
         _, check, fn = steps[0]
@@ -100,6 +104,27 @@ def _told(
         return fn(*args, **kwargs)
 
     return call
+
+
+def annotate_call(
+    error: Exception, binding: Binding, args: Sequence[Any], kwargs: Mapping[str, Any]
+) -> None:
+    """Add to what a call raised whose it is; see `annotate`.
+
+    Raises:
+        TypeError: instead of one of a function's, for arguments that the op does not take.
+    """
+    _refuse_misfit(error, binding, args, kwargs)
+    annotate(error, binding.op, binding.decision.winner_id, args, kwargs)
+
+
+def _refuse_misfit(
+    error: Exception, binding: Binding, args: Sequence[Any], kwargs: Mapping[str, Any]
+) -> None:
+    """A function names itself in what it raises for wrong arguments, and be it a private guard;
+    who called the op knows nothing of it."""
+    if isinstance(error, TypeError) and binding.signature is not None:
+        binding.signature.check_arguments(args, kwargs)
 
 
 def native_binding(decision: Decision) -> Binding:
@@ -185,6 +210,7 @@ def _guarded(
                         f"for {op_name}, or leave strict mode."
                     )
         except Exception as error:
+            _refuse_misfit(error, binding, args, kwargs)
             if asking:
                 annotate_guard(error, impl, args, kwargs)
             else:

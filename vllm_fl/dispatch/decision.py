@@ -226,7 +226,12 @@ def decide(
         batch_invariant: only implementations that are marked so.
         parts: for an op that fuses others, what serves each of those.
         sources: policy field (or "per_op_order.<op>") to where its value came from.
+
+    Raises:
+        TypeError: the call's arguments are not those of the op.
     """
+    if call is not None and signature is not None:
+        signature.check_arguments(call.args, call.kwargs)
     if facts is None:
         if signature is None or signature.facts is None:
             facts = {}  # the op has none

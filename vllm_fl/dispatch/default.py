@@ -7,10 +7,10 @@ import threading
 from collections.abc import Callable
 from typing import Any
 
+from .binding import annotate_call
 from .decision import Decision
 from .fork import reset_in_child
 from .manager import OpManager
-from .notes import annotate
 
 __all__ = ["call_op", "explain_op", "get_default_manager", "reset_default_manager", "resolve_op"]
 
@@ -54,7 +54,7 @@ def call_op(op_name: str, /, *args: Any, **kwargs: Any) -> Any:
     try:
         return binding.fn(*args, **kwargs)
     except Exception as error:
-        annotate(error, op_name, binding.decision.winner_id, args, kwargs)
+        annotate_call(error, binding, args, kwargs)
         raise
 
 

@@ -11,7 +11,7 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from .availability import Availability
-from .binding import Binding, compose, native_binding, reachable
+from .binding import Binding, annotate_call, compose, native_binding, reachable
 from .builtin_ops import DEVICE_PROBE
 from .config import Config, load_config, sources_in_context
 from .decision import Call, Decision, decide
@@ -27,11 +27,10 @@ from .fork import renew_all, reset_in_child
 from .freezing import LATE, frozen_text, order_text, with_late_ones
 from .log import configure_logging, logger
 from .memory import remember
-from .notes import annotate
 from .packaged import policy_files
 from .policy import PolicyScope, SelectionPolicy, active_scope
 from .registry import OpRegistry, OpRegistrySnapshot
-from .summary import hello
+from .summary import hello, say
 from .types import DeviceFacts, OpImpl, VendorInfo, Verdict
 
 __all__ = ["OpManager"]
@@ -60,6 +59,7 @@ class OpManager:
         self._own_config = False  # read from the environment, and not handed in
         self._given_device = device
         self._plugins: tuple[PluginRecord, ...] = ()
+        self._said = ""  # of itself; a fork has it from its parent
         self._start_over()
         self._registry.on_change(self._invalidate)
         self._registry.before_removal(self._before_removal)
@@ -224,7 +224,7 @@ class OpManager:
                 return self._decide_purely(op_name, self.base_policy).winner_id or "nothing"
 
             names = self._registry.list_operators()
-            logger.info("%s", hello(device, names, winner_of, self._plugins))
+            self._said = say(hello(device, names, winner_of, self._plugins), self._said)
 
     def configure(self, config: Config) -> None:
         """Replace the configuration.
@@ -403,7 +403,7 @@ class OpManager:
         try:
             return binding.fn(*args, **kwargs)
         except Exception as error:
-            annotate(error, op_name, binding.decision.winner_id, args, kwargs)
+            annotate_call(error, binding, args, kwargs)
             raise
 
     def _binding(self, op_name: str) -> Binding:

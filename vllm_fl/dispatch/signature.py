@@ -6,7 +6,7 @@ from __future__ import annotations
 import ast
 import enum
 import inspect
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -145,11 +145,31 @@ class OpSignature:
         try:
             return self.facts(*args, **kwargs)
         except TypeError:
+            self.check_arguments(args, kwargs)
+            raise
+
+    def check_arguments(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
+        """Refuse arguments that the op does not take. It takes microseconds: no call waits for
+        it, only an error that may come from them.
+
+        Raises:
+            TypeError: what is missing or too much, with the op's signature and what was given.
+        """
+        kind = inspect.Parameter.POSITIONAL_OR_KEYWORD
+        parameters = [
+            inspect.Parameter(
+                p.name,
+                kind,
+                default=inspect.Parameter.empty if p.default is REQUIRED else p.default,
+            )
+            for p in self.parameters
+        ]
+        try:
+            inspect.Signature(parameters).bind(*args, **kwargs)
+        except TypeError as error:
             given = [type(a).__name__ for a in args]
             given += [f"{name}={type(a).__name__}" for name, a in kwargs.items()]
-            if _binds(self.facts, args, kwargs):
-                raise
-            raise TypeError(f"op {self}: called with ({', '.join(given)})") from None
+            raise TypeError(f"op {self}: {error}; called with ({', '.join(given)})") from None
 
     def check(self, fn: Callable[..., Any], *, who: str) -> None:
         """Refuse a function whose parameters differ from the declared ones.
@@ -210,14 +230,6 @@ class OpSignature:
                     f"'{p.name}' has {_default_text(have)}, expected {_default_text(want)}"
                 )
         return problems
-
-
-def _binds(function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
-    try:
-        inspect.signature(function).bind(*args, **kwargs)
-    except TypeError:
-        return False
-    return True
 
 
 def _same_default(have: object, want: object) -> bool:

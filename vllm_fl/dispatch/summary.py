@@ -7,9 +7,10 @@ from collections.abc import Callable, Iterable, Sequence
 
 from .. import __version__
 from .discovery import PluginRecord
+from .log import logger
 from .types import DeviceFacts
 
-__all__ = ["hello"]
+__all__ = ["hello", "say"]
 
 
 def hello(
@@ -38,3 +39,11 @@ def hello(
         f"{by_backend or 'nothing'}; "
         + (f"FAILED plugins: {'; '.join(failed)}" if failed else "no plugin failed")
     )
+
+
+def say(line: str, said: str) -> str:
+    """Log the line, unless it is what was said before, as by the process that this one is a fork
+    of; returns it."""
+    if line != said:
+        logger.info("%s", line)
+    return line

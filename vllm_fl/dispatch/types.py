@@ -139,6 +139,9 @@ class VendorInfo:
     device_type: str
     summary: str = ""
 
+    def __post_init__(self) -> None:
+        _check_vendor_name(f"VendorInfo(name={self.name!r})", self.name)
+
 
 @dataclass(frozen=True, slots=True)
 class Origin:
@@ -195,6 +198,15 @@ class PolicyFolder:
 
 
 _FORBIDDEN_IN_ID = set(" \t\n;|=,:")
+
+
+def _check_vendor_name(who: str, name: object) -> None:
+    """Refuse a name that no setting and no id could hold."""
+    if not isinstance(name, str) or not name or _FORBIDDEN_IN_ID & set(name):
+        raise RegistrationError(
+            f"{who}: a vendor's name must be a non-empty string without spaces and without any of "
+            "; | = , : (they separate names in settings)"
+        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -262,6 +274,8 @@ class OpImpl:
                 raise RegistrationError(f"{who}: {name} must be callable, found {value!r}")
         if self.kind is BackendImplKind.VENDOR and not self.vendor:
             raise RegistrationError(f"{who}: kind VENDOR needs vendor='<name>'")
+        if self.vendor is not None:
+            _check_vendor_name(f"{who}: vendor={self.vendor!r}", self.vendor)
         if self.kind is not BackendImplKind.VENDOR and self.vendor is not None:
             raise RegistrationError(
                 f"{who}: vendor={self.vendor!r} goes with kind VENDOR only, found {self.kind}"
