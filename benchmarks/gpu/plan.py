@@ -211,7 +211,7 @@ def _model(
     command = (
         _script("model"), "run", shape, str(result), "--mode", mode, "--attention", ATTENTION,
         "--memory", str(memory), "--lock", str(results / "gpu.lock"),
-        *(("--stock",) if who in ("stock", "float32") else ()), *more,
+        *(("--stock",) if who in ("stock", "stock-runner1", "float32") else ()), *more,
     )  # fmt: skip
     return Job(
         name=name, step=step, command=command, result=result, env=env or {}, gems=gems,
@@ -230,6 +230,9 @@ def _models(site: Site, results: Path, device: str, memory: float) -> Iterator[J
                 for who in everyone:
                     gems = not who.endswith("nogems")
                     yield _model(results, memory, "models", who, shape, mode, gems=gems)
+    for shape in SHAPES:  # beside which `empty` is laid, with the same runner
+        env = {"VLLM_USE_V2_MODEL_RUNNER": "0"}
+        yield _model(results, memory, "models", "stock-runner1", shape, "graph", env=env)
 
 
 def _flagos(site: Site, results: Path, device: str, memory: float) -> Iterator[Job]:
