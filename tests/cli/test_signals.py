@@ -81,6 +81,8 @@ def test_a_signal_ends_the_child_that_was_asked_and_what_it_started(
         said = process.communicate(timeout=20)[1]
     finally:
         process.kill()
+        process.wait()
+        process.stderr.close()
     assert process.returncode == code
     assert wait_for(lambda: not any(map(runs, ours)), 5.0)
     assert "Traceback" not in said
@@ -95,6 +97,8 @@ def test_what_a_command_was_writing_is_cleared_away(monkeypatch) -> None:
             commands.add_parser("try").set_defaults(run=run)
 
     def run(arguments) -> int:
+        # By default it would end the whole test run.
+        assert signal.getsignal(signal.SIGTERM) is not signal.SIG_DFL
         try:
             os.kill(os.getpid(), signal.SIGTERM)
             time.sleep(10)
