@@ -26,6 +26,10 @@ _KNOWN = ("auto", "triton", "humming")
 """Values of --moe-backend that mean Triton's experts for unquantized weights."""
 
 
+_OF_THE_EXTENSION = {"situ": "situ_and_mul"}
+"""Activations between the experts' products that have no op here, and their kernels."""
+
+
 def await_method() -> None:
     """Let the layers choose Triton's experts, as soon as somebody imports them."""
     hooks.when_imported(METHOD, _hook)
@@ -86,6 +90,15 @@ def triton_experts(moe_config: Any) -> tuple[Any, Any]:
                 vendor,
                 f"experts with the activation '{moe_config.activation.value}'",
                 "vLLM's Triton experts do not have it",
+            )
+        )
+    kernel = _OF_THE_EXTENSION.get(moe_config.activation.value)
+    if kernel is not None:
+        raise ValueError(
+            sentence(
+                vendor,
+                f"experts with the activation '{moe_config.activation.value}'",
+                f"vLLM's Triton experts leave it to {kernel} of vLLM's compiled extension",
             )
         )
     return UnquantizedMoeBackend.TRITON, TritonExperts

@@ -27,12 +27,16 @@ _PACKAGES = ("bitsandbytes", "torchao")
 """Quantizations whose kernels come with a package of their own."""
 
 _SELECTIVE_SCAN = "selective_scan_fwd, Mamba's scan,"
+_MINIMAX_M3 = "fused_minimax_m3_qknorm_rope_kv_insert"
 _ARCHITECTURES = {
     "FalconMambaForCausalLM": _SELECTIVE_SCAN,
     "JambaForCausalLM": _SELECTIVE_SCAN,
     "JambaForSequenceClassification": _SELECTIVE_SCAN,
     "MambaForCausalLM": _SELECTIVE_SCAN,
     "K2HorizonForCausalLM": "rms_norm, which the model calls past vLLM's layers,",
+    "MiniMaxM3MTP": _MINIMAX_M3,
+    "MiniMaxM3SparseForCausalLM": _MINIMAX_M3,
+    "MiniMaxM3SparseForConditionalGeneration": _MINIMAX_M3,
 }
 """Models that call the extension themselves, and what they call."""
 
@@ -111,25 +115,30 @@ def _of_cache(
             )
 
 
-def _of_model(config: VllmConfig) -> Iterator[tuple[str, ...]]:
-    model = config.model_config
-    if model is None:
-        return
+def _of_weights(model: Any, whose: str = "") -> Iterator[tuple[str, ...]]:
+    """What holds for the served model and for the draft model of a speculator."""
     if model.quantization is not None and model.quantization not in _PACKAGES:
         yield (
-            f"weights quantized as '{model.quantization}'",
+            f"{whose}weights quantized as '{model.quantization}'",
             "the kernels are in vLLM's compiled extension, and are chosen on its own platforms",
             f"load unquantized weights, or {_ELSEWHERE}",
         )
     for name in model.architectures:
         if name in _ARCHITECTURES:
             kernel = _ARCHITECTURES[name]
-            yield name, f"it calls {kernel} of vLLM's compiled extension"
+            yield f"{whose}{name}", f"it calls {kernel} of vLLM's compiled extension"
     if model.use_mla:
         yield (
-            "multi-head latent attention (MLA)",
+            f"{whose}multi-head latent attention (MLA)",
             "its cache is written and gathered by kernels of vLLM's compiled extension",
         )
+
+
+def _of_model(config: VllmConfig) -> Iterator[tuple[str, ...]]:
+    model = config.model_config
+    if model is None:
+        return
+    yield from _of_weights(model)
     if model.is_encoder_decoder and not _shares_indices():
         yield (
             "encoder-decoder models",
@@ -152,6 +161,9 @@ def _of_model(config: VllmConfig) -> Iterator[tuple[str, ...]]:
 def _of_speculation(config: VllmConfig) -> Iterator[tuple[str, ...]]:
     speculation: Any = config.speculative_config
     method = None if speculation is None else str(speculation.method)
+    draft = getattr(speculation, "draft_model_config", None)
+    if draft is not None and draft is not config.model_config:  # it is for n-grams
+        yield from _of_weights(draft, "a draft model's ")
     if method in _DRAFTS:
         yield (
             f"speculative decoding by '{method}'",

@@ -97,6 +97,16 @@ def changes(config: Any) -> Iterator[tuple[str, list[Any]]]:
     yield "encoder and decoder on vLLM 0.25", [*old, *both]
     yield "draft model on vLLM 0.25", [*old, *drafts["draft_model"]]
     yield from drafts.items()
+    plain = {"quantization": None, "use_mla": False, "architectures": ["LlamaForCausalLM"]}
+    for name, change in (
+        ("quantized draft", {"quantization": "fp8"}),
+        ("Mamba draft", {"architectures": ["MambaForCausalLM"]}),
+        ("plain draft", {}),
+    ):
+        draft = types.SimpleNamespace(**{**plain, **change})
+        spoken = types.SimpleNamespace(method="eagle", draft_model_config=draft)
+        yield name, of(config, speculative_config=spoken)
+    yield "minimax", of(kind, architectures=["MiniMaxM3SparseForCausalLM"])
     yield "kv connector", of(config, kv_transfer_config=types.SimpleNamespace())
     yield "fp8 cache", of(cache, cache_dtype="fp8")
     yield "nvfp4 cache", of(cache, cache_dtype="nvfp4")

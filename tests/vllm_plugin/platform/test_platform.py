@@ -91,6 +91,13 @@ REFUSED = {
     "0.28 or later",
     "dflash": "speculative decoding by 'dflash': its draft model calls rms_norm and "
     "rotary_embedding of vLLM's compiled extension; use ngram, eagle or a draft model",
+    "quantized draft": "a draft model's weights quantized as 'fp8': the kernels are in vLLM's "
+    "compiled extension, and are chosen on its own platforms; load unquantized weights, or "
+    + ELSEWHERE,
+    "Mamba draft": "a draft model's MambaForCausalLM: it calls selective_scan_fwd, Mamba's scan, "
+    f"of vLLM's compiled extension; {ELSEWHERE}",
+    "minimax": "MiniMaxM3SparseForCausalLM: it calls fused_minimax_m3_qknorm_rope_kv_insert of "
+    f"vLLM's compiled extension; {ELSEWHERE}",
     "kv connector": "a KV connector (transfer or offloading of the KV cache): its copies are "
     f"kernels of vLLM's compiled extension, or ask for vLLM's own platform; {ELSEWHERE}",
     "nvfp4 cache": "a KV cache of type 'nvfp4': vLLM's Triton attention has no such cache; use "
@@ -120,6 +127,7 @@ def test_nothing_else_is_refused(answer) -> None:
         "ngram",
         "eagle",
         "draft_model",
+        "plain draft",
         "fp8 cache",
         "offloaded weights",
     ]

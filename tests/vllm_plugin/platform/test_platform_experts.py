@@ -89,6 +89,15 @@ def test_what_the_experts_do_not_have_is_refused_in_a_sentence(triton, changes, 
     assert str(caught.value) == f"vllm_fl's platform for cpu does not serve {said}"
 
 
+def test_an_activation_that_is_a_kernel_of_the_extension_is_refused(triton) -> None:
+    from vllm.model_executor.layers.fused_moe.activation import MoEActivation
+
+    if "situ" not in {activation.value for activation in MoEActivation}:
+        pytest.skip("this vLLM has no activation 'situ'")
+    with pytest.raises(ValueError, match="leave it to situ_and_mul of vLLM's compiled extension"):
+        platform_experts.triton_experts(moe_config(activation="situ"))
+
+
 def test_without_triton_there_are_none(monkeypatch) -> None:
     monkeypatch.setattr("vllm.triton_utils.HAS_TRITON", False)
     with pytest.raises(ValueError, match="there is no Triton for this chip here; install the"):
