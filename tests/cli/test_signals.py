@@ -37,6 +37,12 @@ def runs(pid: int) -> bool:
         return False
 
 
+def heed() -> None:
+    """A test run in a shell's background, or under nohup, ignores these, and what it starts does."""
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
+    signal.signal(signal.SIGHUP, signal.SIG_DFL)
+
+
 def wait_for(what, seconds: float = 30.0) -> bool:
     end = time.monotonic() + seconds
     while not what() and time.monotonic() < end:
@@ -71,7 +77,7 @@ def test_a_signal_ends_the_child_that_was_asked_and_what_it_started(
         stdout=subprocess.DEVNULL,
         stderr=subprocess.PIPE,
         text=True,
-        restore_signals=True,
+        preexec_fn=heed,
     )
     try:
         assert wait_for(pids.exists)
