@@ -38,7 +38,7 @@ def runs(pid: int) -> bool:
 
 
 def heed() -> None:
-    """A test run in a shell's background, or under nohup, ignores these, and what it starts does."""
+    """A test run in a background or under nohup ignores these, and so does what it starts."""
     signal.signal(signal.SIGINT, signal.SIG_DFL)
     signal.signal(signal.SIGHUP, signal.SIG_DFL)
 
