@@ -16,16 +16,19 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from ..backends.vendor.device_table import VendorDevice
 
-__all__ = ["capability", "memory", "name"]
+__all__ = ["capability", "memory", "name", "physical_index"]
 
 
-def _ask_nvml(index: int, ask: Callable[[Any, Any], Any]) -> Any:
+def _ask_nvml(chip: int | str, ask: Callable[[Any, Any], Any]) -> Any:
+    """Ask about a chip by its index in the machine, or by its UUID."""
     from vllm.utils.import_utils import import_pynvml
 
     pynvml = import_pynvml()
     pynvml.nvmlInit()
     try:
-        return ask(pynvml, pynvml.nvmlDeviceGetHandleByIndex(index))
+        by_uuid = isinstance(chip, str)
+        find = pynvml.nvmlDeviceGetHandleByUUID if by_uuid else pynvml.nvmlDeviceGetHandleByIndex
+        return ask(pynvml, find(chip))
     finally:
         pynvml.nvmlShutdown()
 
@@ -34,6 +37,34 @@ def _torch_module(device: VendorDevice) -> Any:
     import torch
 
     return getattr(torch, device.device_type)
+
+
+def physical_index(device: VendorDevice, entry: str, variable: str) -> int:
+    """The index in the machine of what one entry of a visible-devices variable names: an index,
+    or on NVIDIA a UUID.
+
+    Raises:
+        ValueError: it names no chip of this machine.
+    """
+    try:
+        return int(entry)
+    except ValueError:
+        pass
+    expected = "an index"
+    if device.name == "cuda":
+        expected = "an index or the whole UUID of a chip of this machine"
+        try:
+            return int(_ask_nvml(entry, lambda nvml, handle: nvml.nvmlDeviceGetIndex(handle)))
+        except Exception as error:
+            raise ValueError(_unknown(device, variable, entry, expected)) from error
+    raise ValueError(_unknown(device, variable, entry, expected))
+
+
+def _unknown(device: VendorDevice, variable: str, entry: str, expected: str) -> str:
+    return (
+        f"vllm_fl's platform for {device.name}: {variable} has to name {expected}, found "
+        f"{entry!r}; name its index"
+    )
 
 
 def capability(

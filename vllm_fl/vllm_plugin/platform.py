@@ -167,6 +167,14 @@ class PlatformFL(Platform):
         """Collectives are nodes of the graph."""
         return True
 
+    @property
+    def supported_dtypes(self) -> list[torch.dtype]:
+        """Dtypes of models; the first is what `--dtype auto` falls back to."""
+        capability = self.get_device_capability()
+        if capability is not None and capability < (8, 0):
+            return [torch.float16, torch.float32]
+        return [torch.bfloat16, torch.float16, torch.float32]
+
     @classmethod
     def check_if_supports_dtype(cls, dtype: torch.dtype) -> None:
         """Refuse a dtype that the device does not compute in.
@@ -182,6 +190,15 @@ class PlatformFL(Platform):
             )
 
     # ------------------------------------------------------------------- the device
+
+    @classmethod
+    def device_control_id_to_physical_device_id(cls, device_id: str) -> int:
+        """The index in the machine of what an entry of the visible-devices variable names.
+
+        Raises:
+            ValueError: it names nothing here.
+        """
+        return device_queries.physical_index(_DEVICE, device_id, cls.device_control_env_var)
 
     @classmethod
     def get_device_capability(cls, device_id: int = 0) -> DeviceCapability | None:

@@ -20,8 +20,8 @@ __all__ = ["GROUP", "PLATFORM", "choose", "describe", "has_extension", "offer"]
 GROUP = "vllm.platform_plugins"
 PLATFORM = "vllm_fl.vllm_plugin.platform.PlatformFL"
 
-_SERVED_BY_VLLM = {"cuda": "cuda", "rocm": "cuda", "xpu": "xpu", "cpu": "cpu"}
-"""Vendors for whose device vLLM has a platform of its own, and the device type."""
+_SERVED_BY_VLLM = ("cuda", "rocm")
+"""Vendors for whose device vLLM has a platform with kernels in its extension."""
 
 
 def detect(vendor: str | None) -> DeviceFacts:
@@ -72,6 +72,8 @@ def choose() -> tuple[str | None, str]:
     if device.device_type == "cpu":
         return None, "the device is a CPU, which vLLM's own platform serves"
     extension = has_extension()
+    if asked is None and device.vendor == "xpu":
+        return None, "vLLM has a platform for xpu, whose kernels come with a package of their own"
     if asked is None and device.vendor in _SERVED_BY_VLLM and extension:
         return None, f"vLLM has a platform for {device.vendor}, and its compiled extension is here"
     rival = _other_plugin()

@@ -74,19 +74,18 @@ def refusals(
 
 
 def _of_devices(config: VllmConfig, device_type: str) -> Iterator[tuple[str, ...]]:
+    if device_type != "cuda":
+        yield (
+            f"devices of PyTorch's type '{device_type}'",
+            "vLLM's own worker drives devices of type 'cuda' only",
+            "use the vendor's own platform plugin",
+        )
     parallel = config.parallel_config
     if parallel.world_size > 1 or parallel.data_parallel_size > 1:
         yield (
             "more than one device (tensor, pipeline or data parallelism)",
             "vLLM captures graphs with the communicators of its own platforms only",
             f"use one device, or {_ELSEWHERE.removeprefix('use ')}",
-        )
-    offload: Any = getattr(getattr(config, "offload_config", None), "uva", None)
-    if device_type != "cuda" and offload is not None and offload.cpu_offload_gb:
-        yield (
-            "weights that stay in the host's memory (--cpu-offload-gb)",
-            f"a device of type {device_type} is not known to see it",
-            "leave the option out",
         )
 
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import os
 import sys
 import types
 from collections.abc import Iterator
@@ -35,6 +36,9 @@ MODEL = {
 }
 
 
+UUID = "GPU-8b4a1c1e-0000-0000-0000-000000000000"
+
+
 def fake_nvml(capability: tuple[int, int]) -> None:
     import vllm.third_party
 
@@ -45,8 +49,10 @@ def fake_nvml(capability: tuple[int, int]) -> None:
         "nvmlShutdown": lambda: None,
         "nvmlDeviceGetCount": lambda: 1,
         "nvmlDeviceGetHandleByIndex": lambda index: index,
+        "nvmlDeviceGetHandleByUUID": {UUID: 1}.__getitem__,
+        "nvmlDeviceGetIndex": lambda handle: handle,
         "nvmlDeviceGetCudaComputeCapability": lambda handle: capability,
-        "nvmlDeviceGetName": lambda handle: b"NVIDIA H200",
+        "nvmlDeviceGetName": lambda handle: [b"NVIDIA H200", b"NVIDIA A100"][handle],
         "nvmlDeviceGetMemoryInfo": lambda handle: types.SimpleNamespace(total=141 << 30),
     }
     for name, value in values.items():
@@ -138,7 +144,7 @@ def outcomes(config: Any, platform: Any) -> tuple[dict[str, str], list[str]]:
     musa = mock.patch.object(type(platform), "device_type", "musa")
     offload = types.SimpleNamespace(uva=types.SimpleNamespace(cpu_offload_gb=4))
     check("offloaded weights", [mock.patch.object(config, "offload_config", offload)])
-    check("offloaded weights on musa", [musa, mock.patch.object(config, "offload_config", offload)])
+    check("another device type", [musa])
     return refused, served
 
 
@@ -188,9 +194,18 @@ def main(folder: str) -> None:
         "old_gpu": attempt(lambda: current_platform.check_if_supports_dtype(torch.bfloat16)),
     }
 
+    for entry in (UUID, "GPU-unknown"):
+        with mock.patch.dict(os.environ, {"CUDA_VISIBLE_DEVICES": entry}):
+            answer[f"name of {entry}"] = attempt(current_platform.get_device_name)
+
     def states() -> dict[str, str]:
         return {shim["name"]: shim["state"] for shim in shims.survey("PlatformFL", ours=True)}
 
+    answer["dtypes"] = {}
+    for capability in ((7, 5), (9, 0)):
+        fake_nvml(capability)
+        first = str(current_platform.supported_dtypes[0])
+        answer["dtypes"][".".join(map(str, capability))] = first
     answer["before"] = states()
     made = config()
     answer["after"] = states()

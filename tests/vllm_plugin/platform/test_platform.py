@@ -104,8 +104,8 @@ REFUSED = {
     "--kv-cache-dtype auto or fp8",
     "fp8 cache on an A100": "a KV cache of type 'fp8' on compute capability 8.0: Triton converts "
     "to FP8 from 8.9 on; use --kv-cache-dtype auto",
-    "offloaded weights on musa": "weights that stay in the host's memory (--cpu-offload-gb): a "
-    "device of type musa is not known to see it; leave the option out",
+    "another device type": "devices of PyTorch's type 'musa': vLLM's own worker drives devices of "
+    "type 'cuda' only; use the vendor's own platform plugin",
     "flex attention": "attention by FLEX_ATTENTION: it needs kernels of vLLM's compiled extension "
     "or packages for vLLM's own platforms; use TRITON_ATTN, which is what is chosen where nothing "
     "is",
@@ -115,6 +115,10 @@ REFUSED = {
 @pytest.mark.parametrize("what", REFUSED)
 def test_what_it_cannot_serve_is_refused_at_the_start_in_a_sentence(answer, what) -> None:
     assert answer["refused"][what] == SENTENCE + REFUSED[what]
+
+
+def test_a_chip_without_bfloat16_falls_back_to_float16(answer) -> None:
+    assert answer["dtypes"] == {"7.5": "torch.float16", "9.0": "torch.bfloat16"}
 
 
 def test_nothing_else_is_refused(answer) -> None:
@@ -246,6 +250,17 @@ def test_torch_is_asked_for_the_chip_among_those_that_the_process_sees(monkeypat
     monkeypatch.setattr(torch, "musa", Chips, raising=False)
     device = device_of("mthreads")
     assert device_queries.name(device, 0, lambda index: 3) == "the chip that is seen"
+
+
+def test_a_chip_may_be_named_by_its_uuid(answer) -> None:
+    assert answer["name of GPU-8b4a1c1e-0000-0000-0000-000000000000"] == "NVIDIA A100"
+    assert answer["name of GPU-unknown"] == (
+        "ValueError: vllm_fl's platform for cuda: CUDA_VISIBLE_DEVICES has to name an index or the "
+        "whole UUID of a chip of this machine, found 'GPU-unknown'; name its index"
+    )
+    with pytest.raises(ValueError, match="MUSA_VISIBLE_DEVICES has to name an index, found 'a'"):
+        device_queries.physical_index(device_of("mthreads"), "a", "MUSA_VISIBLE_DEVICES")
+    assert device_queries.physical_index(device_of("mthreads"), "3", "MUSA_VISIBLE_DEVICES") == 3
 
 
 def test_nvml_is_asked_for_the_chip_of_the_machine(monkeypatch) -> None:

@@ -53,6 +53,14 @@ def test_a_chip_that_vllm_does_not_know_gets_it(machine) -> None:
     assert choose() == (PLATFORM, "vLLM has no platform for mthreads")
 
 
+def test_intels_kernels_are_a_package_and_no_part_of_vllm(machine, monkeypatch) -> None:
+    machine("xpu", extension=False)
+    why = "vLLM has a platform for xpu, whose kernels come with a package of their own"
+    assert choose() == (None, why)
+    monkeypatch.setenv("VLLM_FL_PLATFORM", "xpu")
+    assert choose() == (PLATFORM, "VLLM_FL_PLATFORM=xpu")
+
+
 def test_a_cpu_is_left_to_vllm(machine) -> None:
     machine("cpu", extension=False)
     assert choose()[0] is None
