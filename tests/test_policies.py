@@ -65,6 +65,22 @@ def test_on_nvidia_no_layer_is_left_to_flaggems_because_of_its_priority(path, ma
         assert policy.order_for(op, "compiled") == (), op
 
 
+@pytest.mark.parametrize("path", NVIDIA, ids=lambda p: p.stem)
+def test_on_nvidia_every_layer_op_that_our_kernels_could_serve_has_an_order(path, manager) -> None:
+    """Else their priority would decide, on chips where nothing was measured too."""
+    policy = load_config({}, shipped=path).policy
+    snapshot = manager.registry.snapshot()
+    ours = {
+        op
+        for op, impls in snapshot.impls_by_op.items()
+        if op in LAYERS_OPS and "vendor.cuda.fl" in {impl.impl_id for impl in impls}
+    }
+    parts = {"rms_norm", "rotary_embedding"}  # their order is one for what fuses them
+    assert ours >= {*parts, "gemma_rms_norm", "fused_qk_norm_rope"}
+    without = {op for op in ours if not policy.order_for(op, "eager")}
+    assert without <= {"fused_qk_norm_rope"}
+
+
 @pytest.mark.parametrize(
     ("product", "ours", "winner"),
     [
