@@ -4,6 +4,7 @@ vLLM's own function would have written it."""
 
 from __future__ import annotations
 
+import inspect
 from types import SimpleNamespace
 
 import pytest
@@ -76,6 +77,24 @@ def test_a_sigmoid_is_routed_as_one_group(load, ops, bias) -> None:
     order, found_order = best.argsort(), ids.argsort()
     assert torch.equal(ids.gather(1, found_order).long(), best.gather(1, order))
     torch.testing.assert_close(weights.gather(1, found_order), expected.gather(1, order))
+
+
+@pytest.mark.parametrize("by_name", [True, False])
+def test_rows_of_padding_choose_nobody_by_a_sigmoid(load, ops, by_name) -> None:
+    if "is_padding" not in inspect.signature(ops.topk_sigmoid).parameters:
+        pytest.skip("this vLLM's topk_sigmoid knows no padding")
+    load()
+    logits, mask = torch.randn(4, 16), torch.tensor([False, True, False, True])
+    plain, masked = ((torch.empty(4, 2), torch.empty(4, 2, dtype=torch.int32)) for _ in range(2))
+    rows = torch.empty(4, 2, dtype=torch.int32)
+    ops.topk_sigmoid(*plain, rows, logits, True, None)
+    if by_name:
+        ops.topk_sigmoid(*masked, rows, logits, True, None, is_padding=mask)
+    else:
+        ops.topk_sigmoid(*masked, rows, logits, True, None, 1.0, mask)
+    for found, whole, nobody in zip(masked, plain, (0, -1), strict=True):
+        assert torch.equal(found[~mask], whole[~mask])
+        assert (found[mask] == nobody).all()
 
 
 def test_groups_are_routed_by_a_function_that_returns_both(load, chosen) -> None:

@@ -49,9 +49,7 @@ def _topk_sigmoid(
     routed_scaling_factor: float = 1.0,
     is_padding: Any = None,
 ) -> tuple[Any, ...] | None:
-    """All experts as one group, which is always among the best."""
-    if is_padding is not None:
-        return None
+    """All experts as one group, which is always among the best; padding is for `_masked`."""
     topk, bias = topk_weights.shape[1], e_score_correction_bias
     return gating_output, topk, renormalize, 1, 1, "sigmoid", routed_scaling_factor, bias
 
@@ -61,6 +59,27 @@ def _choice(result: Any, topk_weights: Any, topk_ids: Any, *_: Any, **__: Any) -
     weights, ids = result
     topk_weights.copy_(weights)
     topk_ids.copy_(ids)
+
+
+def _masked(
+    result: Any,
+    topk_weights: Any,
+    topk_ids: Any,
+    *given: Any,
+    is_padding: Any = None,
+    **named: Any,
+) -> None:
+    """As `_choice`; rows of padding choose nobody, as in topk_softmax."""
+    _choice(result, topk_weights, topk_ids)
+    if len(given) > _PADDING_AT:
+        is_padding = given[_PADDING_AT]
+    if is_padding is not None:
+        topk_weights.masked_fill_(is_padding[:, None], 0.0)
+        topk_ids.masked_fill_(is_padding[:, None], -1)
+
+
+_PADDING_AT = 5
+"""Where vLLM's topk_sigmoid has is_padding, behind topk_ids."""
 
 
 def _grouped_topk(
@@ -92,7 +111,7 @@ TOPK_SIGMOID = FunctionSpec(
     op="grouped_topk",
     path="vllm._custom_ops:topk_sigmoid",
     arguments=_topk_sigmoid,
-    finish=_choice,
+    finish=_masked,
     needs=("_moe_C.topk_sigmoid",),
     stand_in=True,
     cpu=False,

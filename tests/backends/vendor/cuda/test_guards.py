@@ -211,6 +211,9 @@ def _malformed() -> dict[str, tuple[str, tuple[object, ...], str]]:
     )
     logits, mask = t(4, 100), t(4, 100, dtype=torch.bool)
     out, lse = t(4, 2, 64), t(2, 4, dtype=torch.float32)
+    ids = t(4, 2, dtype=torch.int32)
+    byte = t(2, 16, 1, 64, dtype=torch.uint8)
+    e5m2 = t(2, 16, 1, 64, dtype=torch.float8_e5m2)
 
     def rope(*args: object) -> tuple[object, ...]:
         return (*args[:3], 64, args[3], True)
@@ -283,12 +286,74 @@ def _malformed() -> dict[str, tuple[str, tuple[object, ...], str]]:
             (out, t(2, 4), out, lse),
             "prefix_lse is float16",
         ),
+        "logits of tokens by tokens": ("topk_softmax", (t(2, 4, 8), 2), "has 3 dimensions"),
+        "more choices than experts": ("topk_softmax", (t(4, 8), 9), "9 of 8 experts"),
+        "no choice": ("topk_softmax", (t(4, 8), 0), "0 of 8 experts"),
+        "a sum of rows": ("moe_sum", (t(4, 8),), "has 2 dimensions"),
+        "blocks of none": ("moe_align_block_size", (ids, 0, 8), "blocks have 0 rows"),
+        "a short map": (
+            "moe_align_block_size",
+            (ids, 16, 8, t(4, dtype=torch.int32)),
+            "expert_map is int32[4], not int32[8]",
+        ),
+        "a long map": ("moe_align_block_size", (ids, 16, 8, t(8, dtype=ints)), "is int64[8]"),
+        "halves called FP8": (
+            "reshape_and_cache_flash",
+            (key, key, page, page, slots, "fp8", scale, scale),
+            "the cache is float16, kv_cache_dtype 'fp8'",
+        ),
+        "another FP8": (
+            "reshape_and_cache_flash",
+            (key, key, e5m2, e5m2, slots, "fp8", scale, scale),
+            "the cache is float8_e5m2",
+        ),
+        "three scales": (
+            "reshape_and_cache_flash",
+            (key, key, byte, byte, slots, "fp8", t(3, dtype=torch.float32), scale),
+            "k_scale is float32[3]",
+        ),
+        "a double scale": (
+            "reshape_and_cache_flash",
+            (key, key, byte, byte, slots, "fp8", scale, t(1, dtype=torch.float64)),
+            "v_scale is float64[1]",
+        ),
+        "slots in rows": (
+            "reshape_and_cache_flash",
+            pages(key, key, page, page, t(2, 2, dtype=ints)),
+            "slot_mapping is int64[2, 2]",
+        ),
+        "a latent called FP8": (
+            "concat_and_cache_mla",
+            (q, k, t(2, 16, 192), slots, "fp8", scale),
+            "the cache is float16",
+        ),
+        "scales of what": (
+            "scaled_fp8_quant",
+            (q, t(4, dtype=torch.float32)),
+            "group_shape does not say",
+        ),
+        "a double bound": (
+            "scaled_fp8_quant",
+            (q, None, None, t(1, dtype=torch.float64), True),
+            "scale_ub is float64",
+        ),
         "bias of halves": ("topk_softmax", (logits, 2, False, t(100)), "bias is float16"),
     }
 
 
 with FakeTensorMode():
     MALFORMED = sorted(_malformed())
+
+
+@pytest.mark.parametrize("cache", [torch.uint8, torch.float8_e4m3fn])
+@pytest.mark.parametrize("scales", [1, 2])
+def test_an_fp8_cache_as_vllm_makes_it_is_taken(cache, scales) -> None:
+    with FakeTensorMode():
+        key, page = on_gpu(4, 2, 64), on_gpu(2, 16, 2, 64, dtype=cache)
+        slots, scale = on_gpu(4, dtype=torch.int64), on_gpu(scales, dtype=torch.float32)
+        supports = IMPLS["reshape_and_cache_flash"].supports
+        assert supports is not None
+        assert supports(key, key, page, page, slots, "fp8", scale, scale) is True
 
 
 @pytest.mark.parametrize("name", MALFORMED)

@@ -8,18 +8,41 @@ import torch
 from ..cuda import backend
 from .common import apart, fits, short, tensor_reason
 
-_KINDS = ("auto", "fp8", "fp8_e4m3", "fp8_e5m2")
+_E4M3 = (torch.uint8, torch.float8_e4m3fn, torch.float8_e4m3fnuz)
+_E5M2 = (torch.uint8, torch.float8_e5m2, torch.float8_e5m2fnuz)
+_KINDS = {"auto": None, "fp8": _E4M3, "fp8_e4m3": _E4M3, "fp8_e5m2": _E5M2}
+"""The kernels' kinds of caches, and what their elements may be; "auto" has the keys' dtype."""
 
 
 def _form(x: torch.Tensor) -> str:
     return f"{short(x.dtype)}{list(x.shape)}"
 
 
-def _supports_slots(slot_mapping: torch.Tensor, kv_cache_dtype: str) -> bool | str:
-    if slot_mapping.dtype is not torch.int64:
-        return f"slot_mapping is {short(slot_mapping.dtype)}, not int64"
+def _supports_slots(
+    slot_mapping: torch.Tensor,
+    kv_cache_dtype: str,
+    rows: torch.dtype,
+    cache: torch.dtype,
+    scales: dict[str, torch.Tensor],
+    counts: tuple[int, ...],
+) -> bool | str:
+    """What both ops ask.
+
+    Args:
+        rows, cache: dtypes of what is written, and of where.
+        counts: how many scales there may be.
+    """
+    if slot_mapping.dtype is not torch.int64 or slot_mapping.dim() != 1:
+        return f"slot_mapping is {_form(slot_mapping)}, not int64 of one dimension"
     if kv_cache_dtype not in _KINDS:
         return f"kv_cache_dtype '{kv_cache_dtype}' is not one of {', '.join(_KINDS)}"
+    kinds = _KINDS[kv_cache_dtype] or (rows,)
+    if cache not in kinds:
+        return f"the cache is {short(cache)}, kv_cache_dtype '{kv_cache_dtype}', rows {short(rows)}"
+    if kv_cache_dtype != "auto":
+        for name, scale in scales.items():
+            if scale.dtype is not torch.float32 or scale.numel() not in counts:
+                return f"{name} is {_form(scale)}, not {' or '.join(map(str, counts))} of float32"
     return slot_mapping.is_contiguous() or "slot_mapping is not contiguous"
 
 
@@ -57,9 +80,10 @@ def _supports_pages(
             return f"the heads of {name} are {x.stride(1)} elements apart"
     if key_cache.stride(3) != 1:
         return "a head of the caches is not dense"
-    if kv_cache_dtype == "auto" and key_cache.dtype is not key.dtype:
-        return f"the cache is {short(key_cache.dtype)}, keys are {short(key.dtype)}"
-    return _supports_slots(slot_mapping, kv_cache_dtype)
+    scales = {"k_scale": k_scale, "v_scale": v_scale}
+    counts = (1,) if heads == 1 else (1, heads)
+    dtypes = key.dtype, key_cache.dtype
+    return _supports_slots(slot_mapping, kv_cache_dtype, *dtypes, scales, counts)
 
 
 @backend.calling("_C_cache_ops.reshape_and_cache_flash").implements(
@@ -105,9 +129,8 @@ def _supports_latent(
         return f"there are {slot_mapping.numel()} slots for {kv_c.shape[0]} rows"
     if kv_c.stride(-1) != 1 or k_pe.stride(-1) != 1 or kv_cache.stride(-1) != 1:
         return "a row of kv_c, k_pe or the cache is not dense"
-    if kv_cache_dtype == "auto" and kv_cache.dtype is not kv_c.dtype:
-        return f"the cache is {short(kv_cache.dtype)}, kv_c is {short(kv_c.dtype)}"
-    return _supports_slots(slot_mapping, kv_cache_dtype)
+    dtypes = kv_c.dtype, kv_cache.dtype
+    return _supports_slots(slot_mapping, kv_cache_dtype, *dtypes, {"scale": scale}, (1,))
 
 
 @backend.calling("_C_cache_ops.concat_and_cache_mla").implements(

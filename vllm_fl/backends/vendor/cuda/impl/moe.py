@@ -21,6 +21,10 @@ def _supports_softmax(
 ) -> bool | str:
     if not fits(gating_output):
         return tensor_reason(gating_output)
+    if gating_output.dim() != 2:
+        return f"gating_output has {gating_output.dim()} dimensions, not 2"
+    if not 1 <= topk <= gating_output.shape[1]:
+        return f"{topk} of {gating_output.shape[1]} experts are asked for"
     if is_padding is not None:
         return "is_padding is given"
     bias = e_score_correction_bias
@@ -62,6 +66,8 @@ def _supports_sum(
 ) -> bool | str:
     if not fits(input):
         return tensor_reason(input)
+    if input.dim() != 3:
+        return f"input has {input.dim()} dimensions, not 3"
     if topk_ids is not None:
         return "topk_ids are given"
     return input.is_contiguous() or "input is not contiguous"
@@ -95,6 +101,14 @@ def _supports_align(
         return elsewhere
     if num_experts > MOST_EXPERTS:
         return f"there are {num_experts} experts; the kernel takes {MOST_EXPERTS}"
+    if block_size < 1:
+        return f"blocks have {block_size} rows"
+    if expert_map is not None:
+        form = f"{short(expert_map.dtype)}{list(expert_map.shape)}"
+        if expert_map.dtype is not torch.int32 or expert_map.shape != (num_experts,):
+            return f"expert_map is {form}, not int32[{num_experts}]"
+        if not expert_map.is_contiguous():
+            return "expert_map is not contiguous"
     if topk_ids.dtype not in (torch.int32, torch.int64):
         return f"topk_ids are {short(topk_ids.dtype)}, not int32 or int64"
     return topk_ids.is_contiguous() or "topk_ids is not contiguous"

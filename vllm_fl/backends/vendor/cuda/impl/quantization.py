@@ -30,7 +30,14 @@ def _supports_fp8(
         return f"the rows of input have a stride of {input.stride(-1)}"
     if not input.numel():
         return "there are no tokens"
-    return scale is None or scale.dtype is torch.float32 or f"scale is {short(scale.dtype)}"
+    for name, given in (("scale", scale), ("scale_ub", scale_ub)):
+        if given is not None and given.dtype is not torch.float32:
+            return f"{name} is {short(given.dtype)}, not float32"
+    if scale_ub is not None and scale_ub.numel() != 1:
+        return f"scale_ub has {scale_ub.numel()} elements"
+    if scale is not None and scale.dim() == 1 and scale.numel() > 1 and group_shape is None:
+        return f"scale is float32{list(scale.shape)}, and group_shape does not say of what"
+    return True
 
 
 @backend.calling(
