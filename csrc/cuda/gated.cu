@@ -10,8 +10,8 @@ namespace {
 
 // 1 / (1 + exp(-s)) for a result that is rounded to half precision: two instructions of the special
 // function unit. The relative error, |s| * 2^-23, stays below a hundredth of a float16's last place
-// where the result is not zero in it, and of a bfloat16's as long as exp(-s) is finite. Beyond, it
-// is 0 instead of less than 2^-126.
+// where the result is not zero in it, and of a bfloat16's down to s = -87.3. Below, where the exact
+// one is less than 2^-126, it is 0.
 __device__ __forceinline__ float rough_sigmoid(float s) {
 #if VLLM_FL_HIP
   return __fdividef(1.0f, 1.0f + __expf(-s));

@@ -9,13 +9,21 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from .decision import Decision
+from .decision import Decision, Loser
 from .errors import GuardRejected, NoImplementationError
 from .log import logger
 from .notes import annotate, annotate_guard, describe_arguments
 from .types import OpImpl, OpSignature, Rejected, as_verdict
 
-__all__ = ["Binding", "annotate", "annotate_call", "compose", "native_binding", "reachable"]
+__all__ = [
+    "Binding",
+    "annotate",
+    "annotate_call",
+    "compose",
+    "native_binding",
+    "reachable",
+    "refuse_first",
+]
 
 _REASONS_KEPT = 8
 """A reason may name a token count; a server must not remember all of them."""
@@ -65,6 +73,7 @@ def compose(
     donate: bool,
     facts_known: bool,
     strict: bool,
+    otherwise: Callable[..., Any] | None = None,
 ) -> Binding:
     """Build the callable of a decision that has a winner.
 
@@ -72,6 +81,7 @@ def compose(
         donate: the caller gives up the arguments that an implementation writes.
         facts_known: the layer guards were answered; otherwise they are asked per call.
         strict: a call guard's rejection of the first choice is an error.
+        otherwise: takes the calls that every candidate refuses; None: they are an error.
     """
     steps = [
         (impl, _check(impl, signature, facts_known), _callable(impl, signature, donate))
@@ -83,7 +93,7 @@ def compose(
 
     def assemble(steps: Sequence[_Step]) -> Callable[..., Any]:
         _, check, fn = steps[0]
-        return fn if check is None else _guarded(binding, steps, strict)
+        return fn if check is None else _guarded(binding, steps, strict, otherwise)
 
     binding.fn = assemble(steps)
     binding.traced = lambda tell: assemble(
@@ -181,6 +191,7 @@ def _guarded(
     binding: Binding,
     steps: Sequence[_Step],
     strict: bool,
+    otherwise: Callable[..., Any] | None,
 ) -> Callable[..., Any]:
     op_name = binding.op
     first, first_check, first_fn = steps[0]
@@ -216,6 +227,8 @@ def _guarded(
             else:
                 annotate(error, op_name, impl.impl_id, args, kwargs)
             raise
+        if otherwise is not None:
+            return otherwise(*args, **kwargs)
         refusals += [f"{loser.impl_id}: {loser.reason}" for loser in binding.decision.rejected()]
         raise NoImplementationError(
             f"op '{op_name}': every implementation refuses this call "
@@ -224,6 +237,18 @@ def _guarded(
 
     dispatch.__name__ = dispatch.__qualname__ = op_name
     return dispatch
+
+
+def refuse_first(op_name: str, rejection: Loser) -> None:
+    """Under strict: a guard refuses the first choice before any call.
+
+    Raises:
+        GuardRejected: always.
+    """
+    raise GuardRejected(
+        f"op '{op_name}', strict mode: the first choice '{rejection.impl_id}' refuses: "
+        f"{rejection.reason}. Choose another implementation for {op_name}, or leave strict mode."
+    )
 
 
 def _note_rejection(binding: Binding, impl: OpImpl, answer: Rejected) -> None:

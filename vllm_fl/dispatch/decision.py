@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from .fusion import ONE_BY_ONE, why_not_fused, with_native
@@ -26,6 +26,7 @@ __all__ = [
     "Decision",
     "Loser",
     "decide",
+    "only_named",
     "order_candidates",
 ]
 
@@ -303,10 +304,21 @@ def decide(
         candidates=() if native else tuple(usable),
         first_choice_rejected=first_rejected,
         policy=describe_policy(op_name, policy, sources or {}),
-        by_priority=winner is not None
-        and policy.prefer != winner.kind.value
-        and not any(token_matches(t, winner) for t in policy.order_for(op_name, mode)),
+        by_priority=winner is not None and not _is_named(winner, op_name, policy, mode),
     )
+
+
+def _is_named(impl: OpImpl, op_name: str, policy: SelectionPolicy, mode: str) -> bool:
+    """Whether the policy asks for an implementation, and more than its priority speaks for it."""
+    if policy.prefer == impl.kind.value:
+        return True
+    return any(token_matches(token, impl) for token in policy.order_for(op_name, mode))
+
+
+def only_named(decision: Decision, policy: SelectionPolicy) -> Decision:
+    """The decision, with none but those for candidates that the policy asks for."""
+    named = [i for i in decision.candidates if _is_named(i, decision.op, policy, decision.mode)]
+    return replace(decision, candidates=tuple(named))
 
 
 def _policy_refusal(

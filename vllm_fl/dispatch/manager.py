@@ -11,18 +11,12 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from .availability import Availability
-from .binding import Binding, annotate_call, compose, native_binding, reachable
+from .binding import Binding, annotate_call, compose, native_binding, reachable, refuse_first
 from .builtin_ops import DEVICE_PROBE
 from .config import Config, load_config, sources_in_context
-from .decision import Call, Decision, decide
+from .decision import Call, Decision, decide, only_named
 from .discovery import PluginRecord, discover
-from .errors import (
-    DispatchFrozen,
-    GuardRejected,
-    NoImplementationError,
-    UnknownOpError,
-    did_you_mean,
-)
+from .errors import DispatchFrozen, NoImplementationError, UnknownOpError, did_you_mean
 from .fork import renew_all, reset_in_child
 from .freezing import LATE, frozen_text, order_text, with_late_ones
 from .log import configure_logging, logger
@@ -348,9 +342,11 @@ class OpManager:
         layer: bool = False,
         dispatch_compiled: bool = False,
         batch_invariant: bool = False,
+        otherwise: Callable[..., Any] | None = None,
     ) -> Binding:
         """As `bind`, and returns the decision too. With `layer`, native may win: then `fn`
-        raises, because vLLM's own forward is the layer's business."""
+        raises, because vLLM's own forward is the layer's business. With `otherwise`, that
+        takes the calls which the implementations that the policy names refuse."""
         self.ensure_initialized()
         signature = (self._frozen or self._registry.snapshot()).declarations.get(op_name)
         known = signature is None or signature.has_all_facts(facts)
@@ -364,22 +360,20 @@ class OpManager:
                 batch_invariant=batch_invariant,
             )
             strict = self.policy_in_force.strict
-            rejection = decision.first_choice_rejected
-            if strict and rejection is not None:
-                raise GuardRejected(
-                    f"op '{op_name}', strict mode: the first choice '{rejection.impl_id}' "
-                    f"refuses: {rejection.reason}. Choose another implementation for "
-                    f"{op_name}, or leave strict mode."
-                )
+            if strict and decision.first_choice_rejected is not None:
+                refuse_first(op_name, decision.first_choice_rejected)
             if decision.native:
                 return native_binding(decision)
             if decision.winner is None:
                 raise NoImplementationError(decision.nothing_text())
+            if otherwise is not None and not decision.by_priority:
+                decision = only_named(decision, self.policy_in_force)
             chain = reachable(decision.candidates, facts_known=known)
             # The whole chain is loaded now, so that no call ever imports anything.
             if all([self._known.load(impl) for impl in chain]):
                 break
-        binding = compose(decision, signature, donate=donate, facts_known=known, strict=strict)
+        how: dict[str, Any] = {"donate": donate, "strict": strict, "otherwise": otherwise}
+        binding = compose(decision, signature, facts_known=known, **how)
         with self._lock:
             ids = self._bound.setdefault(op_name, set())
             ids.update(impl.impl_id for impl in chain)

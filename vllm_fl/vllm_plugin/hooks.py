@@ -65,6 +65,8 @@ class Hook:
 
 _hooks: dict[str, Hook] = {}
 _awaited: dict[str, list[Callable[[ModuleType], None]]] = {}
+_executing: dict[str, ModuleType] = {}
+"""Of the awaited modules those whose import had begun before anybody awaited them."""
 
 
 def _own(owner: Any, attribute: str) -> Any:
@@ -108,16 +110,32 @@ def when_imported(module_name: str, act: Callable[[ModuleType], None]) -> None:
 
     Importing vLLM's layers takes seconds, and the processes without a model never do.
     """
+    _catch_up()
     module = sys.modules.get(module_name)
-    executing = getattr(getattr(module, "__spec__", None), "_initializing", False)
-    if module is not None and not executing:
+    if module is not None and not _is_executing(module):
         act(module)
         return
+    if module is not None and module_name not in _awaited:
+        _executing[module_name] = module
     acts = _awaited.setdefault(module_name, [])
     if act not in acts:
         acts.append(act)
     if _Finder not in sys.meta_path:
         sys.meta_path.insert(0, _Finder)
+
+
+def _is_executing(module: ModuleType) -> bool:
+    return bool(getattr(getattr(module, "__spec__", None), "_initializing", False))
+
+
+def _catch_up() -> None:
+    """Act on the modules that no finder was asked for, and that have been executed since."""
+    for name, module in list(_executing.items()):
+        if not _is_executing(module):
+            del _executing[name]
+            if sys.modules.get(name) is module:  # else its import failed
+                for act in _awaited.pop(name, ()):
+                    act(module)
 
 
 def awaited() -> tuple[str, ...]:
@@ -132,6 +150,8 @@ class _Finder:
     def find_spec(
         name: str, path: Sequence[str] | None = None, target: ModuleType | None = None
     ) -> ModuleSpec | None:
+        if _executing:
+            _catch_up()
         spec = PathFinder.find_spec(name, path, target) if name in _awaited else None
         if spec is None or spec.loader is None:
             return None
@@ -153,6 +173,7 @@ def uninstall_all() -> None:
     probably calls it.
     """
     _awaited.clear()
+    _executing.clear()
     if _Finder in sys.meta_path:
         sys.meta_path.remove(_Finder)
     for hook in reversed(list(_hooks.values())):

@@ -29,6 +29,15 @@ _KNOWN = ("auto", "triton", "humming")
 _OF_THE_EXTENSION = {"situ": "situ_and_mul"}
 """Activations between the experts' products that have no op here, and their kernels."""
 
+_OPS = {
+    "silu": ("silu_and_mul", "silu_and_mul_with_clamp"),
+    "gelu": ("gelu_and_mul",),
+    "gelu_tanh": ("gelu_and_mul",),
+    "swigluoai": ("swigluoai_and_mul",),
+    "swigluoai_uninterleave": ("silu_and_mul_with_clamp",),
+}
+"""Activations to the ops that stand in for the extension's kernels."""
+
 
 def await_method() -> None:
     """Let the layers choose Triton's experts, as soon as somebody imports them."""
@@ -62,7 +71,7 @@ def triton_experts(moe_config: Any) -> tuple[Any, Any]:
     from vllm.model_executor.layers.fused_moe.oracle.unquantized import UnquantizedMoeBackend
     from vllm.triton_utils import HAS_TRITON
 
-    from .refusals import sentence
+    from .refusals import sentence, why_unserved
 
     vendor = get_default_manager().device.vendor
     asked = str(moe_config.moe_backend)
@@ -101,4 +110,15 @@ def triton_experts(moe_config: Any) -> tuple[Any, Any]:
                 f"vLLM's Triton experts leave it to {kernel} of vLLM's compiled extension",
             )
         )
+    for op in _OPS.get(moe_config.activation.value, ()):
+        why = why_unserved(op)
+        if why is not None:
+            raise ValueError(
+                sentence(
+                    vendor,
+                    f"experts with the activation '{moe_config.activation.value}'",
+                    f"nothing serves {op} ({why})",
+                    "let vllm_fl serve it",
+                )
+            )
     return UnquantizedMoeBackend.TRITON, TritonExperts

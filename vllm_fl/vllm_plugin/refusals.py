@@ -16,7 +16,7 @@ from vllm.platforms.interface import Platform
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
 
-__all__ = ["ROUTING", "refusals", "sentence"]
+__all__ = ["ROUTING", "refusals", "sentence", "why_unserved"]
 
 ROUTING = ("topk_softmax", "moe_align_block_size", "moe_sum")
 """What a mixture of experts asks of vLLM's extension."""
@@ -152,7 +152,7 @@ def _of_model(config: VllmConfig) -> Iterator[tuple[str, ...]]:
             "their tokens are sorted by moe_lora_align_block_size of vLLM's compiled extension",
             "merge the adapter into the weights",
         )
-    unserved = [f"{op} ({why})" for op in ROUTING if (why := _why_unserved(op)) is not None]
+    unserved = [f"{op} ({why})" for op in ROUTING if (why := why_unserved(op)) is not None]
     if unserved:
         yield "mixtures of experts", f"nothing serves {', '.join(unserved)}"
 
@@ -182,7 +182,7 @@ def _shares_indices() -> bool:
     return hasattr(Platform, "check_runner_kv_caches_multi_layer")
 
 
-def _why_unserved(op: str) -> str | None:
+def why_unserved(op: str) -> str | None:
     """Why no implementation takes an operator's place in vLLM, or None."""
     from ..dispatch.default import get_default_manager
     from ..dispatch.errors import DispatchError

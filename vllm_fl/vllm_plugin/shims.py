@@ -184,8 +184,9 @@ def view_on_device(cpu_tensor: torch.Tensor) -> torch.Tensor:
     """A pinned host tensor as the device sees it, through unified virtual addresses.
 
     The tensor is kept for the life of the process, because the view does not own its memory, and
-    vLLM keeps nothing but the view of a weight that it offloads. It makes views of weights and of
-    buffers that live as long, and of nothing else.
+    vLLM keeps nothing but the view of a weight that it offloads. It makes views of offloaded
+    weights and of an engine's buffers: who builds engine after engine in one process keeps the
+    pinned memory of each.
 
     Raises:
         ValueError: the tensor is not pinned.

@@ -36,6 +36,11 @@ def roomy(fn: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def is_roomy(fn: Callable[..., Any]) -> bool:
-    """Whether `roomy` made it."""
-    code = getattr(fn, "__code__", None)
-    return code is not None and code.co_stacksize == SLOTS
+    """Whether `roomy` made it, or what it wraps."""
+    inner: Any = fn
+    while inner is not None:  # others may have wrapped it since
+        code = getattr(inner, "__code__", None)
+        if code is not None and code.co_stacksize == SLOTS:
+            return True
+        inner = getattr(inner, "__wrapped__", None)
+    return False

@@ -96,7 +96,7 @@ def test_what_nobody_asked_for_is_not_even_bound(register, register_impl, monkey
     vllm_module("_custom_ops")
     asked: list[str] = []
 
-    def bind_served(op, facts, how, native):
+    def bind_served(op, facts, how, native, otherwise):
         if native is None:
             asked.append(op)
         return ServedOp(op, None, native or "")
@@ -129,3 +129,42 @@ def test_on_another_vendors_chip_a_kernel_of_theirs_goes_before_vllms_triton(
     said = chosen(f"vllm.{TRITON}:triton_reshape_and_cache_flash")
     assert (said == "vendor.cpu.test") is (kind == "vendor")
     assert said.startswith("vLLM's own kernel is here") is (kind == "reference")
+
+
+@pytest.mark.parametrize(("named", "order"), [(True, "vendor"), (False, "")])
+def test_a_call_that_the_named_one_refuses_is_vllms_own(
+    register, register_impl, monkeypatch, chosen, named, order
+) -> None:
+    """Where vLLM's kernel is here: not that of somebody whom no order names."""
+    module = vllm_module(TRITON)
+    own: list[str] = []
+    monkeypatch.setattr(
+        module, "triton_reshape_and_cache_flash", _recording(module, own), raising=True
+    )
+    monkeypatch.setattr(serve, "on_cpu", lambda: False)
+    monkeypatch.setattr(serve, "runs_triton", lambda: True)
+    monkeypatch.setattr(serve, "tuned_by_vllm", lambda: False)
+    register(**({"PER_OP": f"reshape_and_cache_flash={order}"} if order else {}))
+    register_impl(
+        "reshape_and_cache_flash",
+        RESHAPE_AND_CACHE_FLASH.reference,
+        supports=lambda *args: "quantized" if args[5] != "auto" else True,
+    )
+    serve.bind(FUNCTIONS)
+    assert chosen(f"vllm.{TRITON}:triton_reshape_and_cache_flash") == "vendor.cpu.test"
+    args = inputs(RESHAPE_AND_CACHE_FLASH, "decode")
+    module.triton_reshape_and_cache_flash(*args)
+    assert own == []
+    refused = inputs(RESHAPE_AND_CACHE_FLASH, "fp8 cache")
+    module.triton_reshape_and_cache_flash(*refused)
+    assert own == (["vLLM"] if named else [])
+
+
+def _recording(module, own):
+    def triton_reshape_and_cache_flash(
+        key, value, key_cache, value_cache, slot_mapping, kv_cache_dtype, k_scale, v_scale
+    ) -> None:
+        own.append("vLLM")
+
+    triton_reshape_and_cache_flash.__module__ = module.__name__
+    return triton_reshape_and_cache_flash

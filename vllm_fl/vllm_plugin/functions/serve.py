@@ -71,7 +71,8 @@ class FunctionSpec:
         donate: vLLM's function may write its arguments, so another implementation may.
         needs: what vLLM's own function cannot do without: kernels of its extension, such as
             "_moe_C.topk_softmax", or `TRITON`. Where they are here it stays native unless a
-            policy names an implementation. Empty: priority decides.
+            policy names an implementation, and takes the calls which that one refuses. Empty:
+            priority decides.
         stand_in: it is replaced only where what it needs is missing, whatever a policy says of
             the op: the op has another call site, which the policy is about.
         traced: whether a compiler, where vLLM uses one, sees through its callers to the function.
@@ -231,7 +232,8 @@ def _hook(spec: FunctionSpec, module: ModuleType) -> None:
 def _decide(spec: FunctionSpec, native: Any) -> ServedFunction:
     asked = Asked(spec.op, EAGER, True, spec.donate or bool(spec.writes))
     kept = _why_native(spec, native) or _why_kept(spec)
-    served = bind_served(spec.op, None, asked, kept)
+    otherwise = _left_to_vllm if _can_run(spec) else None
+    served = bind_served(spec.op, None, asked, kept, otherwise)
     record = ServedFunction(spec, (served,), native)
     if served.binding is not None:
         record.call(served.binding.fn)
@@ -256,15 +258,26 @@ def _why_native(spec: FunctionSpec, native: Any) -> str | None:
     return None
 
 
+def _can_run(spec: FunctionSpec) -> bool:
+    """Whether what vLLM's own function is known to need is here."""
+    kernels = [name for name in spec.needs if name != TRITON]
+    return bool(spec.needs) and has_kernels(kernels) and (TRITON not in spec.needs or runs_triton())
+
+
+_REFUSED = object()
+
+
+def _left_to_vllm(*args: Any) -> object:
+    """What every implementation refuses goes to vLLM's own function."""
+    return _REFUSED
+
+
 def _why_kept(spec: FunctionSpec) -> str | None:
     """Why vLLM's own function is not given up, or None.
 
     What would win is only looked at: what nobody asked for is not loaded.
     """
-    if not spec.needs:
-        return None
-    kernels = [name for name in spec.needs if name != TRITON]
-    if not has_kernels(kernels) or (TRITON in spec.needs and not runs_triton()):
+    if not _can_run(spec):
         return None
     if spec.stand_in:
         return f"vLLM's own kernel is here; {spec.op} stands in for a missing one"
@@ -297,6 +310,8 @@ def _replacement(served: list[ServedFunction]) -> Callable[..., Any]:
                 winner = None if binding is None else binding.decision.winner_id
                 annotate(error, record.spec.op, winner, given, {})
                 raise
+            if result is _REFUSED:
+                continue
             return result if finish is None else finish(result, given, args, kwargs)
         return native(*args, **kwargs)
 

@@ -322,12 +322,17 @@ def _own_forward(cls: type, base: type) -> str | None:
 
 
 def bind_served(
-    op_name: str, facts: Mapping[str, Any] | None, asked: Asked, native: str | None
+    op_name: str,
+    facts: Mapping[str, Any] | None,
+    asked: Asked,
+    native: str | None,
+    otherwise: Callable[..., Any] | None = None,
 ) -> ServedOp:
     """Decide an op of a layer, or of a function, for which facts are None.
 
     Args:
         native: why vLLM's own code serves it, if that is settled already.
+        otherwise: takes the calls that the policy's choices refuse.
     """
     if native is not None:
         return ServedOp(op_name, None, native)
@@ -340,6 +345,7 @@ def bind_served(
         layer=True,
         dispatch_compiled=asked.enabled,
         batch_invariant=batch_invariant(),
+        otherwise=otherwise,
     )
     try:
         binding = bind(donate=asked.donate)

@@ -26,8 +26,8 @@ class CudaFlBackend(Backend):
 
     They take rows wherever they lie, any size, and weights of another dtype, compute in float32 and
     round once. A row's result does not depend on the batch: its sum is taken by a number of
-    threads that its size alone decides. Nothing waits or is allocated but the results, so that a
-    graph can capture them. Each guard is a function of the extension, beside the kernel that it
+    threads that its size alone decides. Nothing waits, and nothing is allocated but the results and,
+    where arguments overlap, copies, so that a graph can capture them. Each guard is a function of the extension, beside the kernel that it
     guards.
     """
 

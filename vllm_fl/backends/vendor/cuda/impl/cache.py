@@ -5,13 +5,19 @@ from __future__ import annotations
 
 import torch
 
+from .....ops.cache import UNQUANTIZED
 from ..cuda import backend
 from .common import apart, fits, short, tensor_reason
 
 _E4M3 = (torch.uint8, torch.float8_e4m3fn, torch.float8_e4m3fnuz)
 _E5M2 = (torch.uint8, torch.float8_e5m2, torch.float8_e5m2fnuz)
-_KINDS = {"auto": None, "fp8": _E4M3, "fp8_e4m3": _E4M3, "fp8_e5m2": _E5M2}
-"""The kernels' kinds of caches, and what their elements may be; "auto" has the keys' dtype."""
+_QUANTIZED = {"fp8": _E4M3, "fp8_e4m3": _E4M3, "fp8_e5m2": _E5M2}
+"""The kernels' kinds of caches, and what their elements may be."""
+
+
+def _kind(kv_cache_dtype: str) -> str:
+    """As the kernels call it: "auto" where the cache has the dtype of the rows."""
+    return "auto" if kv_cache_dtype in UNQUANTIZED else kv_cache_dtype
 
 
 def _form(x: torch.Tensor) -> str:
@@ -34,12 +40,12 @@ def _supports_slots(
     """
     if slot_mapping.dtype is not torch.int64 or slot_mapping.dim() != 1:
         return f"slot_mapping is {_form(slot_mapping)}, not int64 of one dimension"
-    if kv_cache_dtype not in _KINDS:
-        return f"kv_cache_dtype '{kv_cache_dtype}' is not one of {', '.join(_KINDS)}"
-    kinds = _KINDS[kv_cache_dtype] or (rows,)
-    if cache not in kinds:
+    known = (*sorted(UNQUANTIZED), *_QUANTIZED)
+    if kv_cache_dtype not in known:
+        return f"kv_cache_dtype '{kv_cache_dtype}' is not one of {', '.join(known)}"
+    if cache not in _QUANTIZED.get(kv_cache_dtype, (rows,)):
         return f"the cache is {short(cache)}, kv_cache_dtype '{kv_cache_dtype}', rows {short(rows)}"
-    if kv_cache_dtype != "auto":
+    if kv_cache_dtype in _QUANTIZED:
         for name, scale in scales.items():
             if scale.dtype is not torch.float32 or scale.numel() not in counts:
                 return f"{name} is {_form(scale)}, not {' or '.join(map(str, counts))} of float32"
@@ -102,8 +108,9 @@ def reshape_and_cache_flash(
     """In place: the rows of key and value go to their slots. Returns the caches."""
     if not slot_mapping.numel():  # an empty launch is an error
         return key_cache, value_cache
+    kind = _kind(kv_cache_dtype)
     torch.ops._C_cache_ops.reshape_and_cache_flash(
-        key, value, key_cache, value_cache, slot_mapping, kv_cache_dtype, k_scale, v_scale
+        key, value, key_cache, value_cache, slot_mapping, kind, k_scale, v_scale
     )
     return key_cache, value_cache
 
@@ -148,6 +155,6 @@ def concat_and_cache_mla(
     if not slot_mapping.numel():  # an empty launch is an error
         return kv_cache
     torch.ops._C_cache_ops.concat_and_cache_mla(
-        kv_c, k_pe, kv_cache, slot_mapping, kv_cache_dtype, scale
+        kv_c, k_pe, kv_cache, slot_mapping, _kind(kv_cache_dtype), scale
     )
     return kv_cache
