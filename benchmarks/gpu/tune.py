@@ -58,18 +58,18 @@ def candidates(point: Point) -> list[Choices]:
     elif point.group == "silu_and_mul":
         found += product(gated_threads=(64, 128, 256, 512))
     elif point.group == "rotary_embedding":
-        found += product(rotary_threads=(32, 128, 256, 512))
+        found += product(rotary_threads=(32, 64, 128, 256, 512))
     elif point.group == "fused_qk_norm_rope":
-        found += product(fused_threads=(64, 128, 256))
+        found += product(fused_threads=(64, 96, 128, 192, 256))
     elif point.group == "reshape_and_cache_flash":
-        found += product(cache_threads=(32, 64, 128, 256))
+        found += product(cache_threads=(64, 128, 256), cache_sides=(1, 2))
     return found
 
 
 def chosen_points(groups: list[str]) -> Iterator[Point]:
     """Those that are measured: bfloat16, the sizes and tokens above."""
     for point in points():
-        sized = point.size in HIDDEN or point.size == "32/8"
+        sized = point.size in HIDDEN or point.size in ("32/8", "16/8")
         wanted = point.group in groups if groups else True
         known = wanted and sized and point.dtype == "bfloat16" and point.tokens in TOKENS
         if known and candidates(point)[2:]:

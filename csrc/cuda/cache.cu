@@ -15,19 +15,21 @@ struct Copy {
   bool slots_have_32_bits;  // so many are in the cache
 };
 
-// Index: 32 bits where they number the units. one_head: all of a token lies in one piece.
-template <class Unit, class Index, bool one_head>
-__global__ void __launch_bounds__(256) write_rows(const Copy a) {
+// Index: 32 bits where they number the units. one_head: all of a token lies in one piece. sides: of a
+// thread, both or the one of the grid's z.
+template <class Unit, class Index, bool one_head, int sides>
+__global__ void __launch_bounds__(256) write_rows(VLLM_FL_IN_PLACE Copy a) {
   const int64_t token = static_cast<int64_t>(blockIdx.x) * blockDim.y + threadIdx.y;
   const uint32_t unit = blockIdx.y * blockDim.x + threadIdx.x;
   if (token >= a.of.tokens || unit >= a.units) return;
   await_previous_grid();
   const uint32_t head = one_head ? 0 : a.per_head.quotient(unit);
   const Index within = one_head ? unit : unit - head * a.per_head.divisor;
-  Unit moved[2];
+  const int first = sides == 2 ? 0 : blockIdx.z;
+  Unit moved[sides];
 #pragma unroll
-  for (int k = 0; k < 2; k++) {
-    const CachedSide& side = a.of.sides[k];
+  for (int k = 0; k < sides; k++) {
+    const CachedSide& side = a.of.sides[first + k];
     const Index at = static_cast<Index>(token) * static_cast<Index>(side.token_stride) +
                      head * static_cast<Index>(side.head_stride) + within;
     moved[k] = static_cast<const Unit*>(side.rows)[at];
@@ -41,8 +43,8 @@ __global__ void __launch_bounds__(256) write_rows(const Copy a) {
   const Index row =
       static_cast<Index>(slot) - block * static_cast<Index>(a.of.block_size);
 #pragma unroll
-  for (int k = 0; k < 2; k++) {
-    const CachedSide& side = a.of.sides[k];
+  for (int k = 0; k < sides; k++) {
+    const CachedSide& side = a.of.sides[first + k];
     const Index at = block * static_cast<Index>(side.block_stride) +
                      row * static_cast<Index>(side.slot_stride) +
                      head * static_cast<Index>(side.cache_head_stride) + within;
@@ -84,6 +86,18 @@ bool is_narrow(const CacheWrite& a) {
   return true;
 }
 
+template <class Unit, int sides>
+gpuError launch_sides(const Copy& copy, dim3 grid, dim3 block, gpuStream stream) {
+  const bool dependent = launches_depend();
+  if (!is_narrow(copy.of)) {
+    return launch(write_rows<Unit, int64_t, false, sides>, grid, block, stream, dependent, copy);
+  }
+  return copy.of.heads == 1
+             ? launch(write_rows<Unit, uint32_t, true, sides>, grid, block, stream, dependent, copy)
+             : launch(write_rows<Unit, uint32_t, false, sides>, grid, block, stream, dependent,
+                      copy);
+}
+
 template <class Unit>
 gpuError launch_units(CacheWrite a, gpuStream stream) {
   const int64_t elements = static_cast<int64_t>(sizeof(Unit)) / a.element_size;
@@ -110,20 +124,16 @@ gpuError launch_units(CacheWrite a, gpuStream stream) {
   copy.per_head = Divider(static_cast<uint32_t>(per_head));
   copy.slots_have_32_bits = a.blocks * a.block_size <= kMaxRows;
   if (copy.slots_have_32_bits) copy.block_size = Divider(static_cast<uint32_t>(a.block_size));
-  const int threads = cache_threads(copy.units, a.tokens);
+  const int sides = cache_sides(copy.units, a.tokens);
+  const int threads = cache_threads(copy.units, a.tokens, sides);
   const int64_t chunks = divided_up(copy.units, threads);
   const int columns = static_cast<int>(divided_up(copy.units, chunks));
   const int rows = threads / columns;
   const dim3 block(columns, rows);
   const dim3 grid(static_cast<unsigned>(divided_up(a.tokens, rows)),
-                  static_cast<unsigned>(chunks));
-  const bool dependent = launches_depend();
-  if (!is_narrow(a)) {
-    return launch(write_rows<Unit, int64_t, false>, grid, block, stream, dependent, copy);
-  }
-  return a.heads == 1
-             ? launch(write_rows<Unit, uint32_t, true>, grid, block, stream, dependent, copy)
-             : launch(write_rows<Unit, uint32_t, false>, grid, block, stream, dependent, copy);
+                  static_cast<unsigned>(chunks), 2 / sides);
+  return sides == 2 ? launch_sides<Unit, 2>(copy, grid, block, stream)
+                    : launch_sides<Unit, 1>(copy, grid, block, stream);
 }
 
 }  // namespace

@@ -16,6 +16,8 @@
 #define VLLM_FL_HIP 0
 #endif
 
+#include <atomic>
+
 #include "../rows.h"  // behind the runtime, which defines __host__ and __device__
 
 namespace vllm_fl {
@@ -293,15 +295,25 @@ __device__ __forceinline__ void await_previous_grid() {
 #endif
 }
 
-// Whether kernels for this device have the instruction above: asked of one of them.
+// Whether kernels for the present device have the instruction above: asked of one of them, once for
+// each device.
 template <class Kernel>
 bool knows_dependent_launch([[maybe_unused]] Kernel kernel) {
 #if VLLM_FL_HIP
   return false;
 #else
-  cudaFuncAttributes attributes;
-  if (cudaFuncGetAttributes(&attributes, kernel) != cudaSuccess) return false;
-  return attributes.ptxVersion >= 90 && attributes.binaryVersion >= 90;
+  constexpr int devices = 64;
+  static std::atomic<signed char> answers[devices];  // 0: not asked yet
+  int device = 0;
+  if (cudaGetDevice(&device) != cudaSuccess || device >= devices) return false;
+  signed char answer = answers[device].load(std::memory_order_relaxed);
+  if (answer == 0) {
+    cudaFuncAttributes attributes;
+    if (cudaFuncGetAttributes(&attributes, kernel) != cudaSuccess) return false;
+    answer = attributes.ptxVersion >= 90 && attributes.binaryVersion >= 90 ? 1 : -1;
+    answers[device].store(answer, std::memory_order_relaxed);
+  }
+  return answer > 0;
 #endif
 }
 
@@ -321,8 +333,7 @@ gpuError launch(void (*kernel)(Parameters...), dim3 grid, dim3 block, gpuStream 
   config.stream = stream;
   config.attrs = &attribute;
   if (dependent) {
-    static const bool known = knows_dependent_launch(kernel);  // all are compiled alike
-    config.numAttrs = known ? 1 : 0;
+    config.numAttrs = knows_dependent_launch(kernel) ? 1 : 0;
   }
   void* pointers[] = {const_cast<void*>(static_cast<const void*>(&arguments))...};
   return cudaLaunchKernelExC(&config, reinterpret_cast<const void*>(kernel), pointers);

@@ -12,7 +12,7 @@ namespace {
 struct Cut {
   int each;
   int units;
-  int rest;   // vectors behind the turned elements, the last one perhaps in part
+  int rest;   // vectors behind the turned elements
   int lanes;  // a power of two; unit and vector i are of lane i % lanes
 };
 
@@ -36,11 +36,11 @@ __device__ __forceinline__ float normed(float v, float scale, float w) {
 }
 
 // A vector; `own` is its weight where that is of type T.
-template <class T, bool plain>
+template <class T>
 __device__ __forceinline__ void norm_all(float (&v)[kLanes<T>], float scale, const void* weight,
                                          int at, int weight_type, uint4 own) {
   float w[kLanes<T>];
-  if (plain || weight_type == TypeOf<T>::value) {
+  if (weight_type == TypeOf<T>::value) {
     unpack<T>(own, w);
   } else {
     read_all(weight_type, weight, at, w);
@@ -49,14 +49,10 @@ __device__ __forceinline__ void norm_all(float (&v)[kLanes<T>], float scale, con
   for (int e = 0; e < kLanes<T>; e++) v[e] = normed(v[e], scale, w[e]);
 }
 
-// A lane has one unit of a head, and up to two vectors of the rest. lanes: of a head, where there is
-// no rest, and weights and angles are of type T; or 0, and all that is known at run time.
-template <class T, bool is_neox, int lanes>
-__global__ void __launch_bounds__(256, lanes != 0 ? 6 : 2)
-    norm_rotary_of_vectors(const NormRotary a, const Cut cut) {
-  constexpr int each = kLanes<T>;
-  constexpr bool plain = lanes != 0;
-  constexpr int kRest = plain ? 0 : 2;
+// A lane has one unit of a head, and up to two vectors of the rest.
+template <class T, bool is_neox>
+__global__ void __launch_bounds__(256, 2) norm_rotary_of_vectors(const NormRotary a, const Cut cut) {
+  constexpr int each = kLanes<T>, kRest = 2;
   const uint32_t token = blockIdx.z * gridDim.y + blockIdx.y;
   const int head = blockIdx.x * blockDim.y + threadIdx.y;
   const bool is_query = head < a.query_heads;
@@ -71,12 +67,12 @@ __global__ void __launch_bounds__(256, lanes != 0 ? 6 : 2)
                    static_cast<uint32_t>(head * a.head_size);
   const void* weight = is_query ? a.query_weight : a.key_weight;
   const int weight_type = is_query ? a.query_weight_type : a.key_weight_type;
-  const bool own = plain || weight_type == TypeOf<T>::value;
+  const bool own = weight_type == TypeOf<T>::value;
   await_previous_grid();
 
   const uint4 nothing = make_uint4(0, 0, 0, 0);
   uint4 v = nothing, w = nothing, v_weight = nothing, w_weight = nothing;
-  uint4 rest[kRest + 1], rest_weight[kRest + 1];
+  uint4 rest[kRest], rest_weight[kRest];
   if (turning) {
     v = load(all + (place + low));
     w = load(all + (place + high));
@@ -94,7 +90,7 @@ __global__ void __launch_bounds__(256, lanes != 0 ? 6 : 2)
   }
   loads_so_far();
   const int64_t position = turning ? position_of(a.angles, token) : -1;
-  const Turns<T, plain> turns(a.angles, position, unit * each, a.half);
+  const Turns<T, false> turns(a.angles, position, unit * each, a.half);
 
   Squares squares;
   float vs[each], ws[each];
@@ -111,14 +107,13 @@ __global__ void __launch_bounds__(256, lanes != 0 ? 6 : 2)
 #pragma unroll
     for (int e = 0; e < each; e++) squares.add(e, rs[e]);
   }
-  const float scale =
-      inverse_root(a, sum_of_lanes(squares.sum(), plain ? lanes : static_cast<int>(blockDim.x)));
+  const float scale = inverse_root(a, sum_of_lanes(squares.sum(), blockDim.x));
   forget(place);
   if (turning) {
     uint4 cosines, sines;
     turns.look(a.angles, a.half, cosines, sines);
-    norm_all<T, plain>(vs, scale, weight, low, weight_type, v_weight);
-    norm_all<T, plain>(ws, scale, weight, high, weight_type, w_weight);
+    norm_all<T>(vs, scale, weight, low, weight_type, v_weight);
+    norm_all<T>(ws, scale, weight, high, weight_type, w_weight);
     turn<T, is_neox>(vs, ws, cosines, sines);
     store(all + (place + low), packed<T>(vs));
     store(all + (place + high), packed<T>(ws));
@@ -129,10 +124,62 @@ __global__ void __launch_bounds__(256, lanes != 0 ? 6 : 2)
     if (exists && i < cut.rest) {
       float rs[each];
       unpack<T>(rest[k], rs);
-      norm_all<T, plain>(rs, scale, weight, at, weight_type, rest_weight[k]);
+      norm_all<T>(rs, scale, weight, at, weight_type, rest_weight[k]);
       store(all + (place + at), packed<T>(rs));
     }
   }
+}
+
+// The same where every lane has a unit, nothing is left over, and all is of type T: what most models
+// ask for. Above a few thousand tokens instructions are what limits it beside the memory, and so are
+// counted.
+template <class T, bool is_neox, int lanes>
+__global__ void __launch_bounds__(256, 6) norm_rotary_of_whole_heads(const NormRotary a) {
+  constexpr int each = kLanes<T>;
+  const uint32_t token = blockIdx.z * gridDim.y + blockIdx.y;
+  if (token >= static_cast<uint32_t>(a.tokens)) return;
+  const int all_heads = a.query_heads + a.key_heads;
+  const int own_head = blockIdx.x * blockDim.y + threadIdx.y;
+  const int head = own_head < all_heads ? own_head : 0;  // a head too many reads, for the warp's sake
+  const int unit = threadIdx.x, half = lanes * each;
+  const int low = first_of<is_neox>(unit, each), high = second_of<is_neox>(unit, each, half);
+  uint32_t place = token * static_cast<uint32_t>(a.token_stride) +
+                   static_cast<uint32_t>(head * 2 * half);
+  T* const all = static_cast<T*>(a.qkv);
+  const T* weight = static_cast<const T*>(head < a.query_heads ? a.query_weight : a.key_weight);
+  await_previous_grid();
+
+  const uint4 v = load(all + (place + low)), w = load(all + (place + high));
+  const uint4 v_weight = load(weight + low), w_weight = load(weight + high);
+  loads_so_far();
+  const uint64_t position = static_cast<const uint64_t*>(a.angles.positions)[token];
+  const bool known = position < static_cast<uint64_t>(a.angles.cache_rows);
+  const uint32_t row = known ? static_cast<uint32_t>(position) : 0;
+  const T* angle = static_cast<const T*>(a.angles.cache) +
+                   (row * static_cast<uint32_t>(a.angles.cache_stride) + unit * each);
+  const uint4 cosines = load(angle), sines = load(angle + half);
+
+  Squares squares;
+  float vs[each], ws[each], x[each];
+  unpack<T>(v, vs);
+  unpack<T>(w, ws);
+#pragma unroll
+  for (int e = 0; e < each; e++) squares.add(e, vs[e]);
+#pragma unroll
+  for (int e = 0; e < each; e++) squares.add(e, ws[e]);
+  float scale = inverse_root(a, sum_of_lanes(squares.sum(), lanes));
+  if (!known) scale = __uint_as_float(0x7fffffffu);
+  forget(place);
+  unpack<T>(v_weight, x);
+#pragma unroll
+  for (int e = 0; e < each; e++) vs[e] = normed(vs[e], scale, x[e]);
+  unpack<T>(w_weight, x);
+#pragma unroll
+  for (int e = 0; e < each; e++) ws[e] = normed(ws[e], scale, x[e]);
+  turn<T, is_neox>(vs, ws, cosines, sines);
+  if (own_head >= all_heads) return;
+  store(all + (place + low), packed<T>(vs));
+  store(all + (place + high), packed<T>(ws));
 }
 
 // Element by element, at any address and for heads of any size.
@@ -199,11 +246,19 @@ bool takes_vectors(const NormRotary& a, const Cut& cut, int lanes) {
          a.tokens <= kMaxRows && a.token_stride < most && a.tokens * a.token_stride < most;
 }
 
+// Beside what `takes_vectors` asks: 32 bits number the angles too.
+bool has_whole_heads(const NormRotary& a, const Cut& cut) {
+  constexpr int64_t most = int64_t{1} << 31;
+  return cut.rest == 0 && cut.units == cut.lanes && a.query_weight_type == a.type &&
+         a.key_weight_type == a.type && a.angles.cache_type == a.type &&
+         a.angles.positions_are_64_bit && a.angles.cache_rows > 0 &&
+         a.angles.cache_rows * a.angles.cache_stride < most;
+}
+
 template <class T, bool is_neox, int lanes>
-gpuError launch_lanes(const NormRotary& a, const Cut& cut, dim3 grid, dim3 block,
-                      gpuStream stream) {
-  return launch(norm_rotary_of_vectors<T, is_neox, lanes>, grid, block, stream, launches_depend(),
-                a, cut);
+gpuError launch_lanes(const NormRotary& a, dim3 grid, dim3 block, gpuStream stream) {
+  return launch(norm_rotary_of_whole_heads<T, is_neox, lanes>, grid, block, stream,
+                launches_depend(), a);
 }
 
 template <class T, bool is_neox>
@@ -211,9 +266,6 @@ gpuError launch_style(const NormRotary& a, gpuStream stream) {
   constexpr int64_t most = 65535;
   const Cut cut = cut_of(a.head_size, a.half, kLanes<T>);
   const bool vectors = takes_vectors(a, cut, kLanes<T>);
-  const bool plain = vectors && cut.rest == 0 && cut.lanes >= 4 && cut.lanes <= 16 &&
-                     a.query_weight_type == a.type && a.key_weight_type == a.type &&
-                     a.angles.cache_type == a.type;
   const int64_t all = static_cast<int64_t>(a.query_heads) + a.key_heads;
   const dim3 block(cut.lanes, fused_rows(cut.lanes, all, a.tokens));
   const int64_t high = a.tokens < most ? a.tokens : most, deep = divided_up(a.tokens, high);
@@ -223,15 +275,16 @@ gpuError launch_style(const NormRotary& a, gpuStream stream) {
     return launch(norm_rotary_of_pairs<T, is_neox>, grid, block, stream, launches_depend(), a,
                   cut);
   }
-  switch (plain ? cut.lanes : 0) {
+  switch (has_whole_heads(a, cut) ? cut.lanes : 0) {
     case 4:
-      return launch_lanes<T, is_neox, 4>(a, cut, grid, block, stream);
+      return launch_lanes<T, is_neox, 4>(a, grid, block, stream);
     case 8:
-      return launch_lanes<T, is_neox, 8>(a, cut, grid, block, stream);
+      return launch_lanes<T, is_neox, 8>(a, grid, block, stream);
     case 16:
-      return launch_lanes<T, is_neox, 16>(a, cut, grid, block, stream);
+      return launch_lanes<T, is_neox, 16>(a, grid, block, stream);
     default:
-      return launch_lanes<T, is_neox, 0>(a, cut, grid, block, stream);
+      return launch(norm_rotary_of_vectors<T, is_neox>, grid, block, stream, launches_depend(), a,
+                    cut);
   }
 }
 

@@ -105,7 +105,7 @@ template <class T, bool own_type, bool is_neox>
 gpuError launch_vectors(const Rotary& a, gpuStream stream) {
   constexpr int64_t most = 65535;
   const int64_t heads = a.turned[0].heads + a.turned[1].heads;
-  const RotaryLaunch how = rotary_launch(a.half / kLanes<T>, heads);
+  const RotaryLaunch how = rotary_launch(a.half / kLanes<T>, heads, a.tokens);
   const int64_t chunks = divided_up(heads, how.rows);
   const int64_t high = a.tokens < most ? a.tokens : most;
   const dim3 grid(static_cast<unsigned>(chunks), static_cast<unsigned>(high),

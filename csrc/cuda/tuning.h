@@ -1,6 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 // How the kernels are launched. The numbers are of an H200, in whose CUDA graphs an empty kernel
-// takes 0.7 us; no choice changes a bit of any result.
+// takes 0.7 us; no choice changes a bit of any result. A block that lets dependents launch costs it
+// 1.2 ns (0.6 without), whatever its size: 200,000 blocks take longer than what they move.
 //
 // Built with VLLM_FL_TUNE, every choice can be replaced from Python, `_C_cuda.tune(key, value)`,
 // so that one run on a GPU compares them (benchmarks/gpu/tune.py). Without it they are constants.
@@ -18,6 +19,7 @@ enum Choice {
   kRotaryThreads,  // of a block
   kFusedThreads,   // of a block, for norm and rotary in one
   kCacheThreads,   // of a block
+  kCacheSides,     // of a thread: 2, keys and values; 1, all keys and then all values
   kDependent,      // 1: programmatic dependent launch
   kChoices
 };
@@ -25,7 +27,8 @@ enum Choice {
 #if defined(VLLM_FL_TUNE)
 constexpr const char* choice_names[kChoices] = {
     "norm_vectors",   "norm_warp",     "norm_warp_rows", "gated_threads",
-    "rotary_threads", "fused_threads", "cache_threads",  "dependent"};
+    "rotary_threads", "fused_threads", "cache_threads",  "cache_sides",
+    "dependent"};
 extern int choices[kChoices];
 inline int chosen(Choice choice, int otherwise) {
   return choices[choice] < 0 ? otherwise : choices[choice];
@@ -113,9 +116,9 @@ struct RotaryLaunch {
   int columns, rows;  // the block's threads: units of a head, heads
 };
 
-inline RotaryLaunch rotary_launch(int units, int64_t heads) {
+inline RotaryLaunch rotary_launch(int units, int64_t heads, int64_t tokens) {
   RotaryLaunch launch{};
-  const int threads = chosen(kRotaryThreads, 128);
+  const int threads = chosen(kRotaryThreads, units * heads * tokens < kFull ? 64 : 128);
   launch.columns = units;
   const int most = units < threads ? threads / units : 1;
   launch.rows = static_cast<int>(divided_up(heads, divided_up(heads, most)));
@@ -124,7 +127,7 @@ inline RotaryLaunch rotary_launch(int units, int64_t heads) {
 
 // Norm and rotary in one: heads of a block, each of which has `lanes` threads.
 inline int fused_rows(int lanes, int64_t heads, int64_t tokens) {
-  const int threads = chosen(kFusedThreads, lanes * heads * tokens >= kFull ? 256 : 128);
+  const int threads = chosen(kFusedThreads, lanes * heads * tokens < kFull ? 64 : 128);
   const int least = kWarp / lanes;  // a block has whole warps
   const int most = threads / lanes < least ? least : threads / lanes;
   const int rows = static_cast<int>(divided_up(heads, divided_up(heads, most)));
@@ -133,8 +136,13 @@ inline int fused_rows(int lanes, int64_t heads, int64_t tokens) {
 
 // -------------------------------------------------------------------------------------- cache
 
-inline int cache_threads(int64_t items, int64_t tokens) {
-  return chosen(kCacheThreads, items * tokens < kFull ? 64 : 128);
+// Memory is fastest where one stream is read and one is written.
+inline int cache_sides(int64_t items, int64_t tokens) {
+  return chosen(kCacheSides, items * tokens < 4 * kFull ? 2 : 1);
+}
+
+inline int cache_threads(int64_t items, int64_t tokens, int sides) {
+  return chosen(kCacheThreads, items * tokens < kFull ? 64 : sides == 2 ? 128 : 256);
 }
 
 }  // namespace vllm_fl

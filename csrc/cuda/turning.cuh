@@ -60,8 +60,8 @@ struct Pair {
 // One pair, in float32; the caller rounds. Explicit operations: a compiler may contract others, and
 // not in each kernel alike.
 __device__ __forceinline__ Pair turned(float low, float high, float cosine, float sine) {
-  return {__fsub_rn(__fmul_rn(low, cosine), __fmul_rn(high, sine)),
-          __fadd_rn(__fmul_rn(high, cosine), __fmul_rn(low, sine))};
+  return {fmaf(low, cosine, -__fmul_rn(high, sine)),
+          fmaf(high, cosine, __fmul_rn(low, sine))};
 }
 
 // The two vectors of a unit. The angles are those that T holds, as in the reference.

@@ -141,8 +141,48 @@ def against_themselves(module: Any) -> Iterator[str]:
                 module.tune(name, -1)
 
 
+def pages(module: Any) -> Iterator[str]:
+    """The caches hold the same whether a thread copies a key and a value or one of them."""
+    for dtype, heads in product(DTYPES, (1, 8)):
+        key, value = (randn((9, heads, 128), dtype, seed) for seed in (1, 2))
+        caches = (torch.zeros(4, 16, heads, 128, dtype=dtype) for _ in range(2))
+        slots = torch.tensor([5, 63, -1, 0, 64, 17, 33, 2, 48])
+        one = torch.ones(1)
+        args = (key, value, *caches, slots, "auto", one, one)
+        whole = ran("reshape_and_cache_flash", args)
+        for sides, threads in product((1, 2), (64, 256)):
+            module.tune("cache_sides", sides)
+            module.tune("cache_threads", threads)
+            if not equal(ran("reshape_and_cache_flash", args), whole):
+                yield f"reshape_and_cache_flash {heads} {dtype}: differs with {sides}, {threads}"
+        module.tune("cache_sides", -1)
+        module.tune("cache_threads", -1)
+
+
+def positions_of_32_bits() -> Iterator[str]:
+    """They, and weights of another type, are the general kernel's."""
+    for dtype, size in product(DTYPES, (512, 1024, 2048)):
+        args = calls(dtype, size)["fused_qk_norm_rope"]
+        others = {"positions": (*args[:-1], args[-1].int())}
+        if dtype is not torch.float32:
+            others["weights"] = (*args[:6], args[6].float(), args[7].float(), *args[8:])
+        for what, given in others.items():
+            if not equal(ran("fused_qk_norm_rope", given), ran("fused_qk_norm_rope", args)):
+                yield f"fused_qk_norm_rope {size} {dtype}: differs with other {what}"
+
+
 def positions_outside(module: Any) -> Iterator[str]:
     """A position that is not in the cache makes its token NaN, and no other."""
+    for dtype in DTYPES:
+        qkv, angles = randn((4, 8 * 64), dtype), randn((50, 64), dtype)
+        qkv[2, 3] = 1e4  # nothing of it is left over
+        positions, weight = torch.tensor([3, 50, -1, 49]), randn((64,), dtype)
+        values = qkv[:, 6 * 64 :].clone()
+        module.fused_qk_norm_rope(qkv, 4, 2, 2, 64, 1e-6, weight, weight, angles, True, positions)
+        nan = qkv[:, : 6 * 64].isnan()
+        right = nan[1:3].all() and not nan[[0, 3]].any()
+        if not right or not torch.equal(qkv[:, 6 * 64 :], values):
+            yield f"fused_qk_norm_rope {dtype}: NaN is where it should not be"
     for dtype, half in product(DTYPES, (32, 9)):
         query, angles = randn((4, 2 * 64), dtype), randn((50, 2 * half), dtype)
         positions = torch.tensor([3, 50, -1, 49])
@@ -156,7 +196,8 @@ def main(library: Path) -> list[str]:
     """All complaints."""
     module = load(library)
     found = list(against_contracts(count=8, seed=5))
-    return [*found, *rounded_once(), *against_themselves(module), *positions_outside(module)]
+    found += [*rounded_once(), *against_themselves(module), *pages(module)]
+    return [*found, *positions_of_32_bits(), *positions_outside(module)]
 
 
 if __name__ == "__main__":
