@@ -74,7 +74,12 @@ def test_models_run_in_both_shapes_in_all_modes_with_flaggems_and_without(make_s
         for shape in ("q06", "q4")
         for mode in ("eager", "decode-graph", "graph")
         for who in ("stock", "plugin", "plugin-nogems")
-    } | {"q06-eager-float32", "q06-graph-stock-runner1", "q4-graph-stock-runner1"}
+    } | {"q06-eager-float32", "q06-graph-stock-runner1", "q4-graph-stock-runner1"} | {
+        f"{shape}-graph-{who}-{repeat}"
+        for shape in ("q06", "q4")
+        for who in ("stock", "plugin", "plugin-nogems")
+        for repeat in (2, 3)
+    }
     empty = jobs(make_site(extension=False), tmp_path, "--steps", "empty")
     dense = [job for job in empty if job.shape != "moe"]
     assert {job.env["VLLM_USE_V2_MODEL_RUNNER"] for job in dense} == {"0", "1"}
@@ -292,6 +297,17 @@ def test_the_goals_of_models_name_the_worst(tmp_path, us, verdict):
     found = goals["plugin without Inductor: 6 % below stock"]
     assert found[2:] == [f"{us / 1000:.4f}", "q4 eager plugin", "4", verdict]
     assert goals["`empty` in the decode graph: GPU time"][-1] == "not measured"
+
+
+def test_a_repeated_engine_has_the_median_of_its_processes(tmp_path):
+    stock = {"q06-graph-stock": engine(1000.0), "q06-graph-plugin": engine(1020.0)}
+    again = {"q06-graph-plugin-2": engine(1004.0), "q06-graph-plugin-3": engine(999.0)}
+    write(tmp_path, **stock, **again)
+    report = load("report")
+    found = report.engines(tmp_path)
+    assert set(found) == {("q06", "graph", "stock"), ("q06", "graph", "plugin")}
+    goals = {row[0]: row for row in report.model_goals(found)}
+    assert goals["plugin beside stock: GPU time"][2:] == ["1.0040", "q06 graph plugin", "2", "met"]
 
 
 def test_an_empty_build_under_inductor_has_to_be_identical(tmp_path):

@@ -177,6 +177,29 @@ def test_a_module_that_is_not_there_is_acted_on_when_it_was_executed(waiting: st
     assert values == [1]
 
 
+def test_a_module_that_is_being_executed_is_acted_on_when_it_was(tmp_path, monkeypatch) -> None:
+    """Nobody asks a finder for it any more; the next import finds it done."""
+    monkeypatch.syspath_prepend(tmp_path)
+    seen: list[str] = []
+    act = lambda module: seen.append(module.last)  # noqa: E731
+    monkeypatch.setattr("builtins.vllm_fl_test_act", act, raising=False)
+    (tmp_path / "half_done_fl.py").write_text(
+        "import builtins\n"
+        "from vllm_fl.vllm_plugin.hooks import when_imported\n"
+        "when_imported(__name__, builtins.vllm_fl_test_act)\n"
+        "last = 'executed'\n"
+    )
+    (tmp_path / "another_fl.py").write_text("")
+    importlib.import_module("half_done_fl")
+    assert seen == []
+    importlib.import_module("another_fl")
+    assert seen == ["executed"]
+    assert "half_done_fl" not in awaited()
+    for name in ("half_done_fl", "another_fl"):
+        del sys.modules[name]
+    uninstall_all()
+
+
 def test_waiting_twice_acts_once(waiting: str) -> None:
     seen: list[ModuleType] = []
     when_imported(waiting, seen.append)

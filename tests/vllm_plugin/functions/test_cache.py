@@ -131,40 +131,35 @@ def test_on_another_vendors_chip_a_kernel_of_theirs_goes_before_vllms_triton(
     assert said.startswith("vLLM's own kernel is here") is (kind == "reference")
 
 
-@pytest.mark.parametrize(("named", "order"), [(True, "vendor"), (False, "")])
+@pytest.mark.parametrize("named", [True, False])
 def test_a_call_that_the_named_one_refuses_is_vllms_own(
-    register, register_impl, monkeypatch, chosen, named, order
+    register, register_impl, monkeypatch, chosen, named
 ) -> None:
     """Where vLLM's kernel is here: not that of somebody whom no order names."""
     module = vllm_module(TRITON)
     own: list[str] = []
-    monkeypatch.setattr(
-        module, "triton_reshape_and_cache_flash", _recording(module, own), raising=True
-    )
-    monkeypatch.setattr(serve, "on_cpu", lambda: False)
-    monkeypatch.setattr(serve, "runs_triton", lambda: True)
-    monkeypatch.setattr(serve, "tuned_by_vllm", lambda: False)
-    register(**({"PER_OP": f"reshape_and_cache_flash={order}"} if order else {}))
-    register_impl(
-        "reshape_and_cache_flash",
-        RESHAPE_AND_CACHE_FLASH.reference,
-        supports=lambda *args: "quantized" if args[5] != "auto" else True,
-    )
-    serve.bind(FUNCTIONS)
-    assert chosen(f"vllm.{TRITON}:triton_reshape_and_cache_flash") == "vendor.cpu.test"
-    args = inputs(RESHAPE_AND_CACHE_FLASH, "decode")
-    module.triton_reshape_and_cache_flash(*args)
-    assert own == []
-    refused = inputs(RESHAPE_AND_CACHE_FLASH, "fp8 cache")
-    module.triton_reshape_and_cache_flash(*refused)
-    assert own == (["vLLM"] if named else [])
 
-
-def _recording(module, own):
     def triton_reshape_and_cache_flash(
         key, value, key_cache, value_cache, slot_mapping, kv_cache_dtype, k_scale, v_scale
     ) -> None:
-        own.append("vLLM")
+        own.append(kv_cache_dtype)
 
     triton_reshape_and_cache_flash.__module__ = module.__name__
-    return triton_reshape_and_cache_flash
+    monkeypatch.setattr(serve, "on_cpu", lambda: False)
+    monkeypatch.setattr(serve, "runs_triton", lambda: True)
+    monkeypatch.setattr(serve, "tuned_by_vllm", lambda: False)
+    register(**({"PER_OP": "reshape_and_cache_flash=vendor"} if named else {}))
+    register_impl(
+        "reshape_and_cache_flash",
+        RESHAPE_AND_CACHE_FLASH.reference,
+        supports=lambda *args: "it is quantized" if args[5] != "auto" else True,
+    )
+    with monkeypatch.context() as patch:
+        patch.setattr(module, "triton_reshape_and_cache_flash", triton_reshape_and_cache_flash)
+        serve.bind(FUNCTIONS)
+        assert chosen(f"vllm.{TRITON}:triton_reshape_and_cache_flash") == "vendor.cpu.test"
+        module.triton_reshape_and_cache_flash(*inputs(RESHAPE_AND_CACHE_FLASH, "one token"))
+        assert own == []
+        module.triton_reshape_and_cache_flash(*inputs(RESHAPE_AND_CACHE_FLASH, "fp8"))
+        assert own == (["fp8"] if named else [])
+        serve.release()
