@@ -66,7 +66,7 @@ KERNEL_FLAGS = {
 def sources(device: str) -> list[str]:
     """What an extension is made of, as paths in the tree."""
     if device == "cpu":
-        return ["csrc/torch_bindings.cpp", "csrc/cpu/ops.cpp", *KERNEL_FLAGS]
+        return ["csrc/torch_bindings.cpp", "csrc/cpu/ops.cpp", "csrc/cpu/bound.cpp", *KERNEL_FLAGS]
     # torch's headers take longest, so what includes them begins first.
     found = (*sorted(ROOT.glob("csrc/cuda/*.cpp")), *sorted(ROOT.glob("csrc/cuda/*.cu")))
     return [path.relative_to(ROOT).as_posix() for path in found]

@@ -45,6 +45,9 @@ class Backend:
         priority: of its implementations; None takes the kind's.
         compiles_at_first_call: its kernels are compiled when they are first called with arguments
             of a kind, as Triton's are. Then the worker calls them before the first request.
+        graph_operators: which operator of its own a compiled graph may call in place of
+            `torch.ops.vllm_fl.<op>`, by the name of that, such as "rms_norm" or, for the form that
+            writes its arguments, "fused_add_rms_norm_". See `set_direct`.
         api_version: the version of this interface that it was written for. A package of its own
             says it as a number, so that a later vllm_fl can tell an old package.
     """
@@ -57,6 +60,7 @@ class Backend:
     requires: ClassVar[tuple[str, ...]] = ()
     priority: ClassVar[int | None] = None
     compiles_at_first_call: ClassVar[bool] = False
+    graph_operators: ClassVar[Mapping[str, str]] = {}
     api_version: ClassVar[int] = API_VERSION
 
     def __init_subclass__(cls) -> None:
@@ -91,6 +95,14 @@ class Backend:
     def load(self) -> None:
         """Import the kernels. Called once, before one of its ops is first bound; an
         exception makes the backend unavailable, with the exception as the reason."""
+
+    def set_direct(self, binding: str, on: bool) -> None:
+        """Let its `graph_operators` run the kernel at once for a binding, or no longer.
+
+        Such an operator ("namespace::name") has the schema of `torch.ops.vllm_fl.<op>`. While a
+        binding is direct, and the op's guard accepts the arguments, it does what `fn` does; every
+        other call it passes on to `torch.ops.vllm_fl.<op>` unchanged. Called with True once the
+        binding is made, and with False while calls are counted."""
 
     def implements(
         self,

@@ -3,7 +3,9 @@
 
 A compiler sees one node with the contract's schema. Its body looks up the binding that the layer
 made when it was built, runs the guards on real tensors, calls, and counts there. Nothing of the
-choice is traced, so none of it can be baked into an artifact.
+choice is traced, so none of it can be baked into an artifact. Where the winner's backend has an
+operator of its own for graphs (`Backend.graph_operators`), the graph holds that: it does without
+Python what it can, and passes the rest on.
 
 The functional form returns new tensors, laid out as the fake promises: contiguous, unless the
 contract says that strides depend on the arguments (`strided`). The in-place form
@@ -24,7 +26,7 @@ from ..dispatch.errors import DispatchError
 from ..dispatch.types import OpImpl
 from .contract import OpContract
 
-__all__ = ["NAMESPACE", "Entry", "bind_name", "define", "entries", "op_for"]
+__all__ = ["NAMESPACE", "Entry", "bind_name", "define", "entries", "op_for", "operator_of"]
 
 NAMESPACE = "vllm_fl"
 
@@ -41,12 +43,21 @@ class Entry:
         binding: what the layer was bound to.
         fn: what runs; counting swaps it.
         calls: impl_id to the calls counted, by all layers that share the binding.
+        backend: the winner's, where it has operators of its own for graphs.
     """
 
     name: str
     binding: Binding
     fn: Callable[..., Any]
     calls: dict[str, int] = field(default_factory=dict)
+    backend: Any = None
+
+    def set_counting(self, on: bool) -> None:
+        """Swap the function for a counting one, or back. The graph stays."""
+        traced = self.binding.traced if on else None
+        self.fn = self.binding.fn if traced is None else traced(self.count)
+        if self.backend is not None:
+            self.backend.set_direct(self.name, traced is None)
 
     def count(self, impl: OpImpl) -> None:
         """One more call."""
@@ -70,8 +81,15 @@ def bind_name(binding: Binding, facts: str) -> Entry:
         count += 1  # made for another reason, or of other functions under the same ids
         name = f"{plain}#{count}"
     if name not in entries:
-        entries[name] = Entry(name, binding, binding.fn)
+        entries[name] = Entry(name, binding, binding.fn, backend=_backend_of(binding))
+        entries[name].set_counting(False)
     return entries[name]
+
+
+def _backend_of(binding: Binding) -> Any:
+    winner = binding.decision.winner
+    backend = None if winner is None else winner.backend
+    return backend if getattr(backend, "graph_operators", None) else None
 
 
 def define(contract: OpContract) -> None:
@@ -98,6 +116,26 @@ def define(contract: OpContract) -> None:
 def op_for(op_name: str, *, inplace: bool) -> Any:
     """The torch op of a contract, as a callable of plain arguments and `binding=`."""
     return getattr(getattr(torch.ops, NAMESPACE), f"{op_name}_" if inplace else op_name).default
+
+
+_shaped: set[str] = set()
+"""The backends' operators that have a fake."""
+
+
+def operator_of(entry: Entry, *, inplace: bool) -> Any:
+    """What a graph calls for a binding: a backend's own operator, or `op_for` of its op."""
+    op_name = entry.binding.op
+    form = f"{op_name}_" if inplace else op_name
+    name = entry.backend.graph_operators.get(form) if entry.backend is not None else None
+    if name is None:
+        return op_for(op_name, inplace=inplace)
+    if name not in _shaped:
+        _shaped.add(name)
+        fake = _no_output if inplace else _without_binding(_defined[op_name].fake)
+        torch.library.register_fake(name, fake)
+    namespace, _, rest = name.partition("::")
+    packet, _, overload = rest.partition(".")
+    return getattr(getattr(getattr(torch.ops, namespace), packet), overload or "default")
 
 
 def _without_binding(fake: Callable[..., Any]) -> Callable[..., Any]:

@@ -10,7 +10,7 @@ from ..dispatch.binding import Binding
 from ..dispatch.errors import DispatchError
 from ..dispatch.policy import MODES
 from ..ops import CONTRACTS
-from ..ops.library import Entry, bind_name, define, op_for
+from ..ops.library import Entry, bind_name, define, operator_of
 
 __all__ = [
     "COMPILED",
@@ -104,7 +104,8 @@ _INPLACE_OUTPUTS = {
 def opaque(
     binding: Binding, facts: Mapping[str, Any] | None, *, inplace: bool
 ) -> tuple[Entry, Callable[..., Any]]:
-    """A binding as a function that a compiler sees as one `torch.ops.vllm_fl` node.
+    """A binding as a function that a compiler sees as one node: `torch.ops.vllm_fl.<op>`, or what
+    the winner's backend has for it.
 
     Args:
         facts: what the binding was made for; part of its name in the graph.
@@ -120,7 +121,7 @@ def opaque(
     define(contracts[binding.op])
     said = ",".join(f"{name}={value}" for name, value in sorted((facts or {}).items()))
     entry = bind_name(binding, f"{said}{'!' if inplace else ''}")
-    op, name = op_for(binding.op, inplace=inplace), entry.name
+    op, name = operator_of(entry, inplace=inplace), entry.name
     outputs = _INPLACE_OUTPUTS[binding.op]
 
     def one_output(*args: Any) -> Any:

@@ -44,8 +44,8 @@ def register() -> None:
 
 
 def unregister() -> None:
-    """Take every hook back. Layers that were built keep what they were bound to, and workers that
-    exist keep their three methods that vllm_fl wraps: to load a model, to warm up, to run a step."""
+    """Take every hook back. Layers that were built keep what they were bound to, and workers their
+    three methods that vllm_fl wraps: to load a model, to warm up, to run a step."""
     from .functions.serve import release
     from .fusions.serve import release as release_modules
 

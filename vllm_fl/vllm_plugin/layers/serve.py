@@ -157,11 +157,10 @@ class ServedLayer:
         if bound is None:
             return
         for served in self.ops:
-            traced = served.binding.traced if served.binding is not None else None
-            if served.entry is not None:  # the graph stays; what it calls is swapped
-                entry = served.entry
-                entry.fn = traced(entry.count) if on and traced else entry.binding.fn
+            if served.entry is not None:
+                served.entry.set_counting(on)
                 continue
+            traced = served.binding.traced if served.binding is not None else None
             setattr(bound, served.op, traced(served.count) if on and traced else served.fn)
 
 

@@ -3,7 +3,8 @@
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Mapping
+from typing import Any, ClassVar
 
 from ....dispatch.types import BackendImplKind
 from ....native import native_refusal
@@ -30,6 +31,11 @@ class CpuFlBackend(Backend):
     device_types = ("cpu",)
     requires = ("torch",)
     priority = 110
+    graph_operators: ClassVar[Mapping[str, str]] = {
+        "silu_and_mul": "vllm_fl_C::silu_and_mul.bound",
+        "rms_norm": "vllm_fl_C::rms_norm.bound",
+        "fused_add_rms_norm_": "vllm_fl_C::fused_add_rms_norm_.bound",
+    }
 
     def is_available(self) -> bool | str:
         """Whether vllm_fl was built with native code for the torch that is installed."""
@@ -38,6 +44,10 @@ class CpuFlBackend(Backend):
     def load(self) -> None:
         """Load vllm_fl._C."""
         kernels.cpu_capability()
+
+    def set_direct(self, binding: str, on: bool) -> None:
+        """As csrc/cpu/bound.h says."""
+        kernels.set_direct(binding, on)
 
 
 backend = CpuFlBackend()

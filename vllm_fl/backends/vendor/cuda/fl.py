@@ -26,9 +26,9 @@ class CudaFlBackend(Backend):
 
     They take rows wherever they lie, any size, and weights of another dtype, compute in float32 and
     round once. A row's result does not depend on the batch: its sum is taken by a number of
-    threads that its size alone decides. Nothing waits, and nothing is allocated but the results and,
-    where arguments overlap, copies, so that a graph can capture them. Each guard is a function of the extension, beside the kernel that it
-    guards.
+    threads that its size alone decides. Nothing waits, and nothing is allocated but the results
+    and, where arguments overlap, copies, so that a graph can capture them. Each guard is a
+    function of the extension, beside the kernel that it guards.
     """
 
     impl_id = "vendor.cuda.fl"
