@@ -156,11 +156,12 @@ def model_table(found: dict[tuple[str, str, str], Result]) -> str:
         )  # fmt: skip
     columns = [
         "shape", "mode", "vLLM", "served by (ops)", "GPU us per step", "of stock",
-        "kernels per step", "tok/s", "mean d logprob", "same sequences", "d to usual stock",
+        "kernels per step", "tok/s, one run", "mean d logprob", "same sequences", "d to usual stock",
     ]  # fmt: skip
     text = (
-        "GPU microseconds per decode step (torch.profiler, kernels only, median of 3), batch 1 / "
-        "32. Distances are to stock in the same mode, and to stock as vLLM runs it, with Inductor; "
+        "GPU microseconds per decode step (torch.profiler, kernels only, median of 3; where an "
+        "engine was measured in three processes, of those), batch 1 / 32. Distances are to stock "
+        "in the same mode, and to stock as vLLM runs it, with Inductor; "
         "between these two stocks lies the noise between right answers."
     )
     return f"### Whole models\n\n{text}\n\n{table(columns, rows)}"

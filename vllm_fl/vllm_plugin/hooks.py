@@ -132,7 +132,7 @@ def _catch_up() -> None:
     """Act on the modules that no finder was asked for, and that have been executed since."""
     for name, module in list(_executing.items()):
         if not _is_executing(module):
-            del _executing[name]
+            _executing.pop(name, None)
             if sys.modules.get(name) is module:  # else its import failed
                 for act in _awaited.pop(name, ()):
                     act(module)
