@@ -156,7 +156,8 @@ def model_table(found: dict[tuple[str, str, str], Result]) -> str:
         )  # fmt: skip
     columns = [
         "shape", "mode", "vLLM", "served by (ops)", "GPU us per step", "of stock",
-        "kernels per step", "tok/s, one run", "mean d logprob", "same sequences", "d to usual stock",
+        "kernels per step", "tok/s, one run", "mean d logprob", "same sequences",
+        "d to usual stock",
     ]  # fmt: skip
     text = (
         "GPU microseconds per decode step (torch.profiler, kernels only, median of 3; where an "
