@@ -88,7 +88,9 @@ def bind_name(binding: Binding, facts: str) -> Entry:
 
 def _backend_of(binding: Binding) -> Any:
     winner = binding.decision.winner
-    backend = None if winner is None else winner.backend
+    if winner is None or not (binding.facts_known or winner.supports_layer is None):
+        return None  # a guard on facts is left, which a native operator does not ask
+    backend = winner.backend
     return backend if getattr(backend, "graph_operators", None) else None
 
 
